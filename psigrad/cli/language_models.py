@@ -91,10 +91,7 @@ def score(arguments: list[str]) -> int:
 
 
 def _attack(rewards: list[Any], dataset: str, output: str, **how: Any) -> int:
-    """Test reward functions with wrong and right answers. Print the misjudged ones. Return 1 if a wrong one is rewarded, else 0.
-
-    `how` are further arguments of `attack`. All scored answers are written to the file `output` if one is given.
-    """
+    """Test rewards with right and wrong answers, and print the misjudged ones. Return 1 if a wrong one is rewarded, else 0."""
     if not dataset:
         raise UserError("No dataset was given; name a file of prompts and answers with --dataset.")
     attack = extras.load("attack")

@@ -13,12 +13,7 @@ from psigrad.runs.callbacks import Callback, Control
 
 
 class Best(Callback):
-    """A callback that tracks the best evaluation. It requests a checkpoint of the best weights, and can end the run early.
-
-    As in transformers, `metric_for_best_model` names the metric. An evaluation is the new best if this metric improves by any
-    amount. The run ends after `early_stopping_patience` evaluations in a row that improve on the best one by at most
-    `early_stopping_threshold`. A missing or NaN metric counts as no improvement.
-    """
+    """A callback that tracks the best evaluation. It requests a checkpoint of the best weights, and can end the run early."""
 
     def __init__(self, settings: Evaluation) -> None:
         self.settings, self.figure = settings, ""
@@ -44,6 +39,7 @@ class Best(Callback):
         if state.step == 0:
             return
         gain = (value - self.value) * (1 if greater else -1) if self.step or math.isnan(value) else math.inf
+        # As in transformers, the threshold does not count for the best evaluation. NaN is no improvement.
         self.waited = 0 if gain > self.settings.early_stopping_threshold else self.waited + 1
         if gain > 0:
             self.step, self.value = state.step, value
@@ -52,11 +48,7 @@ class Best(Callback):
             control.should_training_stop = True
 
     def _figure(self, metrics: Mapping[str, Any], step: int) -> tuple[float, bool]:
-        """Return (value, True if greater is better) of the metric that ranks the evaluations; the value is NaN if it is missing.
-
-        The setting `metric_for_best_model` names the metric. If it is empty, the first evaluation's main metric (`headline`) is
-        used. After step 0, raise `UserError` if no evaluation so far has the named metric or, without a name, any metric.
-        """
+        """Return (value, True if greater is better) of the metric that ranks evaluations; the value is NaN if it is missing."""
         name = self.figure or self.settings.metric_for_best_model
         found = comparison_figure(metrics, name, self.settings.greater_is_better)
         known = [key.removeprefix("eval/") for key in metrics if key.startswith("eval/")]

@@ -1,7 +1,6 @@
 """Callbacks: user objects that a run calls at each step, evaluation and checkpoint, and that can change settings or stop the run.
 
-The interface is that of transformers' `TrainerCallback`. Subclasses of `TrainerCallback` work too, but are called only for the
-events in `EVENTS`. Rank 0 calls the callbacks, and all ranks carry out their requests.
+Subclasses of transformers' `TrainerCallback` work too, but are called only for the events in `EVENTS`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Callback:
     `max_steps`, `metrics` (the newest figures), `history` (all rows of metrics.jsonl), `best_metric` and `best_global_step`.
     To change the run, set `control.should_training_stop`, `should_evaluate` or `should_save`, or call `control.change`.
 
-    To keep a callback's state when the run is resumed, define `state_dict()`, which returns the state as a JSON value, and
+    To keep a callback's state when the run is resumed, define `state_dict()`, which returns a JSON value, and
     `load_state_dict(value)`.
     """
 
@@ -127,10 +126,7 @@ class Arguments:
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run. Rank 0 calls them at each event of the run, and all ranks carry out their requests.
-
-    `begin`, `step_begin` and the other event methods take the run's state and return it with the settings that callbacks changed.
-    """
+    """The callbacks of a run. Rank 0 calls them at each event of the run, and all ranks carry out their requests."""
 
     callbacks: Sequence[Any] = ()
     config: Any = None

@@ -46,12 +46,7 @@ class Loop(Generic[S]):
 def cycle(loop: Loop[S], state: S, settings: Run, journal: Journal) -> S:
     """Train from `state` to the loop's last step. On the way, evaluate and save as often as the settings say.
 
-    Callbacks receive every event, and their requests are carried out. All rows of a step are written before its checkpoint is
-    saved, so a resumed run neither repeats nor loses rows.
-
-    On a signal to stop, finish the current step, save the state and raise `Stopped`. In a run of one process, the signal also
-    interrupts an evaluation, which is repeated when the run is resumed. If a step fails before it has changed a weight, save the
-    previous state (see `_Saves.step`). If the disk is nearly full, save and raise `UserError`.
+    On a signal to stop, finish the current step, save the state and raise `Stopped`.
     """
     hooks, shown = journal.callbacks, settings.progress and journal.world.rank == 0
     state = hooks.begin(state, loop.total)
@@ -101,13 +96,12 @@ class _Saves(Generic[S]):
     def evaluate(self, state: S) -> S:
         """Evaluate and call the callbacks. Return the state, updated with the settings that callbacks changed.
 
-        If a signal to stop interrupts the evaluation, save the state, marked as not evaluated, and raise `Stopped`. The resumed
-        run then starts with the evaluation.
+        If a signal to stop interrupts the evaluation, save the state and raise `Stopped`.
         """
         try:
             self.loop.evaluate(state)
         except Interrupted:
-            self.keep(replace(state, evaluated=False))
+            self.keep(replace(state, evaluated=False))  # the resumed run starts with the evaluation
             self.journal.stopped(state.step)
         return self.journal.callbacks.after_evaluation(replace(state, evaluated=True))
 
@@ -123,15 +117,13 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it raises an error before it changes a weight, first save the previous state.
-
-        With FSDP, nothing is saved: all processes would have to save together, but perhaps only some have failed.
-        """
+        """Take and record one step. If it raises an error before it changes a weight, first save the previous state."""
         try:
             outcome = self.loop.step(state)
             self.journal.record(outcome)
             check_gradients(outcome.state.nonfinite, outcome.state.step)
         except Exception as error:
+            # With FSDP all processes would have to save together, but perhaps only some have failed.
             if self.loop.updates() == self.last_updates and not self.journal.world.lockstep:
                 self._rescue()
             if is_out_of_memory(error):
@@ -146,13 +138,13 @@ class _Saves(Generic[S]):
     def rescue(self) -> Iterator[None]:
         """At the end of the block, wait for checkpoints that are written in the background.
 
-        If a callback raised an error, first save the newest state. With FSDP this works too, since all ranks raise that error.
+        If a callback raised an error, first save the newest state.
         """
         try:
             yield
             self.loop.wait(None)
         except BaseException as error:
-            if isinstance(error, CallbackError):
+            if isinstance(error, CallbackError):  # raised by all ranks, so FSDP can save too
                 self._rescue()
             stopped = isinstance(error, Stopped)  # its state is saved already
             with contextlib.suppress(*(() if stopped else (Exception,))):

@@ -50,7 +50,7 @@ def load_model(
 ) -> LanguageModel:
     """Load the model to train, from `settings.path` or the `given` object, with the weights of `checkpoint` if there is one.
 
-    With `value_head`, the model gets a value head and is also the critic. With fsdp, each process keeps only its shard.
+    With `value_head`, it is also the critic. With fsdp, each process keeps only its shard.
     """
     if not settings.path:
         raise UserError("No model was given; name a folder or a hub model with --model (model.path).")
@@ -285,8 +285,7 @@ def load_online_reference(
 ) -> LanguageModel | Teacher:
     """Load the reference: the model that `config.reference` names or, if this setting is empty, the policy's initial model.
 
-    If the setting names a server, or a model whose tokenizer is not the policy's, the reference is a `Teacher`.
-    With ref_model_sync_steps, training changes the reference, so a resumed run loads its weights from `checkpoint`.
+    The reference is a `Teacher` if it is a server or its tokenizer is not the policy's.
     """
     dtype = config.reference_dtype or config.model.dtype
     if teacher.is_address(config.reference):
@@ -296,7 +295,7 @@ def load_online_reference(
         other = _load_frozen_model(config.reference, config, dtype, world)
         same = other.tokenizer.get_vocab() == model.tokenizer.get_vocab()
         return other if same else teacher.of_model(other, model, config.reference)
-    saved = part_of(checkpoint, "reference") if config.ref_model_sync_steps else None
+    saved = part_of(checkpoint, "reference") if config.ref_model_sync_steps else None  # training changed it
     return load_start(config, model, checkpoint, world, dtype, saved)
 
 
@@ -304,11 +303,9 @@ def load_online_reference(
 def load_start(
     config: Any, model: LanguageModel, checkpoint: Path | None, world: World, dtype: str = "", saved: Path | None = None
 ) -> LanguageModel:
-    """Return the run's initial model.
+    """Return the run's initial model, with the precision `dtype` and the weights in the folder `saved` if these are given.
 
-    If `model` has a new LoRA adapter, return `model` itself: without its adapter it is the initial model. Otherwise, return a
-    frozen model with the precision `dtype` (empty: as in `config`). Copy it from `model` if `checkpoint` is None, `model` is not
-    sharded and the precision is the same. In other cases, load it, with the weights in the folder `saved` if given.
+    If `model` has a new LoRA adapter, return `model` itself: without its adapter it is the initial model.
     """
     dtype = dtype or config.model.dtype
     if model.is_own_reference:
@@ -355,10 +352,7 @@ def load_critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | N
 def configure_chat(
     tokenizer: PreTrainedTokenizerBase, settings: Model, checkpoint: Path | None = None, network: Any = None
 ) -> None:
-    """Set the tokenizer's chat template and EOS from the settings. A template that prints a date prints the run's first day.
-
-    A resumed run reads this day from `checkpoint`. With `network`, `check_embedded` refuses tokens that it has no embedding for.
-    """
+    """Set the tokenizer's chat template and EOS from the settings. A template that prints a date prints the run's first day."""
     if settings.eos_token:
         words = tokenizer.get_vocab()
         if settings.eos_token not in words:

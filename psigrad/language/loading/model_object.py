@@ -43,8 +43,7 @@ _TRAINED: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary
 class ModelObject:
     """A network and a tokenizer as objects. `network` is None if the model was given as a name.
 
-    The network's initial weights are saved in the folder `start/` of the run folder, in transformers' format. References,
-    critics and resumed runs load them from there.
+    The network's initial weights are saved in the folder `start/` of the run folder.
     """
 
     network: PreTrainedModel | None
@@ -66,8 +65,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """In a new run, save the network's weights in `folder`. In a resumed run, compare the network with the model in `folder`.
 
-        Weights that differ are replaced by the saved ones if `allowed` is True, or if this process has already trained the
-        network in this run. Any other difference, of weights or class, raises `UserError`. With fsdp, every call raises it.
+        Weights that differ are replaced by the saved ones if `allowed`, or if this process has trained them in this run. Any
+        other difference raises `UserError`.
         """
         network = self.network
         assert network is not None
@@ -164,9 +163,7 @@ def load_weights(network: PreTrainedModel, folder: Path) -> None:
 def wrap_objects(model: Any, tokenizer: Any) -> ModelObject | None:
     """Return the `ModelObject` of a model and a tokenizer. Each of them is an object, a folder or a hub name.
 
-    Return None if the model is a name and `tokenizer` is None. If the model is an object and `tokenizer` is None, load the
-    tokenizer of the folder or hub name that the model was loaded from. Raises `UserError` for a model object that is not a
-    `PreTrainedModel`, is quantised or has an adapter. Also raises it for a tokenizer that cannot be loaded or used.
+    Return None if the model is a name and `tokenizer` is None.
     """
     named = isinstance(model, str | os.PathLike)
     if named and tokenizer is None:

@@ -1,7 +1,6 @@
 """Sources of a model: a folder, the hub, a GGUF file, or a PEFT adapter, which is either trained further or merged into its base.
 
-GGUF files are converted to folders, and adapters are merged into new folders. A cache keeps the most recently used folders.
-A folder's name is a hash of its source, so a source is converted again if it changes.
+Converted and merged models are kept in a cache.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def lora_of(settings: Model) -> Lora | None:
 def resolve_for_plan(settings: Model, *, local: bool = False) -> Model:
     """Return `settings` for the memory planner, with the base and the LoRA settings of an adapter that is trained further.
 
-    GGUF files are converted to folders, and other adapters are merged. With `local`, use only earlier downloads from the hub.
+    With `local`, use only earlier downloads from the hub.
     """
     found = find_adapter(settings, local=local)
     if found is None:
@@ -148,10 +147,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """If `folder` has a generation_config.json, add the tokenizer's `end_tokens` and the stop tokens `known` to it.
-
-    `generate` and servers read this file. They then stop the completions of a saved model at the same tokens as the run.
-    """
+    """Add the tokenizer's `end_tokens` and the `known` ones to generation_config.json, where `generate` and servers read them."""
     file = folder / "generation_config.json"  # edited as JSON: transformers refuses to save a change if the original has errors
     held = json.loads(file.read_text()) if file.exists() else None
     own = held["eos_token_id"] if held and "eos_token_id" in held else []
@@ -201,15 +197,12 @@ def _check_base(base: str, adapter: str) -> None:
 
 
 def check_exists(settings: Model, run: str) -> None:
-    """Raise `UserError` if the model in `settings` does not exist. `run` is the run folder, which may not exist yet.
-
-    A hub model is looked up only if the run folder has a run of another model: a misspelt name would otherwise be reported as a
-    changed setting. In all other cases, loading reports a missing hub model.
-    """
+    """Raise `UserError` if the model does not exist. A hub model is looked up only if the run folder `run` has another model."""
     from transformers.utils import cached_file
 
     path = resolve_path(settings.path)
     check_path(path)
+    # Loading reports a missing hub model, but a misspelt name in an old run folder would first be reported as a changed setting.
     settled = parse_row(begun.read_bytes()) if run and (begun := Path(run) / "config.json").is_file() else None
     if settled is None or (settled.get("model") or {}).get("path") == path or Path(path).expanduser().exists():
         return
@@ -222,11 +215,7 @@ def check_exists(settings: Model, run: str) -> None:
 
 
 def resolve_path(text: str) -> str:
-    """If `text` is a run folder, return the path of its trained model or, before this is saved, of its newest checkpoint.
-
-    The run folder can be psigrad's or transformers'. If `text` is anything else, return it unchanged. Raises `UserError` if a
-    run of psigrad has neither model nor checkpoint.
-    """
+    """Return the path of the trained model or newest checkpoint if `text` is a run folder; otherwise return `text`."""
     path = Path(text or "-").expanduser()
     if not path.is_dir() or _is_model(path):
         return text
@@ -284,8 +273,7 @@ def _adapter_on_hub(path: str, revision: str = "", *, local: bool = False) -> Pa
 def convert_to_folder(path: str) -> str:
     """Return a path that transformers can load: the folder of a converted copy, or `path` if it needs no conversion.
 
-    A GGUF file is converted to plain weights, and so is a folder with one GGUF file and no config.json. A PEFT adapter is merged
-    into its base. Raises `UserError` if this fails, or if the folder has several GGUF files.
+    A GGUF file is converted to plain weights, and a PEFT adapter is merged into its base.
     """
     path = resolve_path(path)
     place = Path(path).expanduser()

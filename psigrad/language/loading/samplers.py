@@ -28,9 +28,8 @@ def make(
     """Return the sampler that the settings name. If psigrad's sampler does not support the model, return that of transformers.
 
     `longest` is vLLM's limit on the tokens of a prompt plus its completion; 0 means the model's limit. `whole` returns a full
-    copy of a sharded model, for samplers that take their weights from it. `log(kind, text, **fields)` receives messages about
-    limitations; without it they are printed. Close the sampler after use. Raises `UserError` for an unknown name, or a sampler
-    that the machine or the model does not support.
+    copy of a sharded model. `log(kind, text, **fields)` receives messages; without it they are printed. Close the sampler
+    after use.
     """
     name = sampling.sampler
     if ":" in name:
@@ -77,14 +76,13 @@ def check_sampling(sampling: Sampling) -> None:
 def sampling_params(
     sampling: Sampling, model: LanguageModel | None, rows: Iterable[Row], temperature: float | None = None
 ) -> SamplingParams:
-    """Return the settings as `SamplingParams` for `rows`. `temperature` replaces the setting's value, for example in evaluations.
+    """Return the settings as `SamplingParams`, with the chat template's stop tokens if `rows` are conversations.
 
-    Chat models do not always end a turn with the EOS. If prompts are conversations, the end of a turn also stops a completion,
-    and the end of a tool call stops it too if one of the first thousand conversations has tools. If a server samples, `model`
-    is None, and the server adds these stop tokens itself.
+    `temperature` replaces the setting's value, for example in evaluations.
     """
     conversations = islice((row for row in rows if not isinstance(row.prompt, str)), 1000)
     conversation = max(conversations, key=lambda row: bool(row.columns.get("tools")), default=None)
+    # Chat models do not always end a turn with the EOS. A server (`model` is None) adds these stop tokens itself.
     chat = stop_token_ids(model.tokenizer, conversation) if conversation is not None and model is not None else ()
     return SamplingParams(
         max_tokens=sampling.max_completion_length,

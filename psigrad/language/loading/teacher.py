@@ -50,8 +50,8 @@ Ask = Callable[[Groups, float, int], Sequence[TeacherOutput]]
 class Teacher:
     """A teacher that serves as the reference of the KL term.
 
-    If its tokenizer differs from the policy's (`spans`), the KL compares pieces of text, not tokens. A piece ends wherever a
-    token ends in both tokenizations of the text.
+    If its tokenizer differs from the policy's (`spans`), the KL compares pieces of text. A piece ends wherever a token ends in
+    both tokenizations of the text.
     """
 
     ask: Ask
@@ -101,10 +101,11 @@ class Teacher:
         """Store a batch's text pieces for `add_kl`. `ends`, `theirs` and `logp` have the shape [N, T].
 
         `ends` is True at the last token of each piece, where `theirs` is the teacher's log-prob of the piece. `logp` is the
-        policy's log-prob of each token, used for each completion's baseline: the mean KL of the other completions' pieces.
+        policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
         count = ends.sum(1)
+        # A completion's baseline is the mean KL of the other completions' pieces.
         others = (count.sum() - count).clamp(min=1)
         self._pieces[:] = [ends, theirs, (d.sum() - d) / others]
 
@@ -140,7 +141,7 @@ class Teacher:
     def _translate(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Return (the completion `ids` in the teacher's tokens, the ends of its text pieces in both tokenizations).
 
-        An end is (number of policy tokens, number of teacher tokens) from the completion's start. `prompt` is in teacher tokens.
+        An end is (number of policy tokens, number of teacher tokens). `prompt` is in teacher tokens.
         """
         eos, finished = self.tokenizer.eos_token_id, bool(ids) and ids[-1] in self.policy.eos_token_ids
         body = ids[:-1] if finished else ids
@@ -163,10 +164,7 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add the teacher's log-probs to the batch as the column `logp_ref`, if the KL term compares sampled tokens.
-
-        If the KL term compares pieces of text, store the pieces in the teacher. If it uses top-k tokens, see `divergence`.
-        """
+        """Add the teacher's log-probs to the batch as `logp_ref` or, if the KL compares pieces of text, store these."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.clear()
         if not isinstance(algorithm, PolicyGradient):
@@ -232,9 +230,9 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[s
 
 
 def align(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the places in a text where a token ends in both of its tokenizations, `own` and `others`.
+    """Return each place where a token ends in both tokenizations of a text, as (own tokens before it, other tokens before it).
 
-    Both list token ends, from `text_ends`. A place is (number of own tokens before it, number of other tokens before it).
+    `own` and `others` are token ends from `text_ends`.
     """
     mine, theirs = ({end: i + 1 for i, end in enumerate(ends) if end > 0} for ends in (own, others))
     return [(mine[end], theirs[end]) for end in sorted(mine.keys() & theirs.keys())]

@@ -33,11 +33,7 @@ OWN_ROWS = 2000
 
 @contextlib.contextmanager
 def episodes_for(config: Played, tokenizer: PreTrainedTokenizerBase, journal: Journal | None = None) -> Iterator[Player | None]:
-    """Yield the `Player` for the environment, tools or agent of the settings. Yield None if each completion is a single turn.
-
-    With `placement.environment_actors` above 0, the environments run on a cluster. Otherwise, psigrad's own games run in this
-    process, and all others in worker processes. The tokenizer determines how tool calls are parsed.
-    """
+    """Yield the `Player` for the environment, tools or agent of the settings; None if each completion is a single turn."""
     given = [name for name in ("environment", "tools", "agent", "agent_command") if getattr(config, name)]
     if len(given) > 1:
         raise UserError(f"Both {given[0]} and {given[1]} are given, but a run can use only one; remove one of them.")
@@ -103,11 +99,7 @@ def start_environments(config: Played, form: CallForm) -> Playing:
 
 
 def read_episode_rows(config: OnlineConfig, episodes: Player | None, tokenizer: Any, log: Log) -> tuple[list[Row], list[Row]]:
-    """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment of `episodes`.
-
-    If the environment makes the rows, the first `eval_prompts` are held out, or by default the first tenth, at most 64. If the
-    policy has tools, each row gets their schemas. Raises `UserError` if no rows are left to train on.
-    """
+    """Return (training rows, held-out rows) as the model reads them, from the dataset or from the environment of `episodes`."""
     own, asked = environment_rows(config, episodes), config.evaluation.eval_prompts
     if own is None:
         read = read_rows(config.data, "prompt-only", asked, config.run.seed, log)

@@ -34,10 +34,7 @@ def fit_memory(config: C) -> C:
 
 
 def run(config: TrainingConfig, given: ModelObject | None = None) -> Result:
-    """Train by the method of the settings: an `SFTConfig`, for example, runs SFT. `given` holds the user's model object, if any.
-
-    With `push_to_hub`, the model is pushed when the run finishes, and again if the same finished run is started again.
-    """
+    """Train by the method of the settings: an `SFTConfig`, for example, runs SFT. `given` is the user's model object, if any."""
     config = fit_memory(config)
     check_schedule(config.optim)
     check_images(config)

@@ -76,11 +76,7 @@ class Report:
 
 
 def run(config: EvalConfig) -> Report:
-    """Sample `num_generations_eval` completions of each prompt and score them.
-
-    With `best_of` n, sample n completions of each prompt and keep the one with the highest reward. Raises `UserError` if the
-    settings are wrong, or if the rewards score no completion at all.
-    """
+    """Sample completions of each prompt and score them. With `best_of`, keep each prompt's completion with the highest reward."""
     if config.benchmark and not (config.reward or config.reward_model or config.evaluation.metric):
         shape = BENCHMARKS[config.benchmark]
         compare = Choice() if config.benchmark == "mmlu" else Math()
@@ -166,11 +162,7 @@ def _by_model(
     model: LanguageModel,
     episodes: Player | None,
 ) -> tuple[dict[str, Any], list[Trajectory], Sequence[Row]]:
-    """Sample `size` completions of each prompt with a local model and score them. `rewards` drops the rows that it cannot score.
-
-    If `episodes` is given, it plays each completion as an episode of several turns. With `config.likelihood`, nothing is sampled:
-    each completion is the answer letter with the highest likelihood. Return (the figures, the completions, the dataset rows).
-    """
+    """Sample `size` completions of each prompt with a local model and score them. Return (figures, completions, rows)."""
     rows = rewards.judgeable(_rows(config, episodes, model.tokenizer), redaction.log)
     if isinstance(config, EvalConfig) and config.likelihood:
         letters = extras.load("likelihood").likeliest_letters(model, rows)
@@ -213,10 +205,7 @@ def _choose(
     trajectories: list[Trajectory],
     rows: Sequence[Row],
 ) -> Report:
-    """Return the report on all completions or, with `best_of`, on each prompt's completion with the highest reward.
-
-    With `best_of`, the figures are computed again for these completions, also with the held-out metric of `config`, if any.
-    """
+    """Return the report on all completions or, with `best_of`, on each prompt's completion with the highest reward."""
     if not isinstance(config, EvalConfig) or config.best_of == 1:
         return Report(figures, trajectories, rows)
     best = _best(trajectories, config.best_of)

@@ -29,8 +29,7 @@ from psigrad.step import Clock
 class Evaluator:
     """Held-out prompts, with the settings for sampling completions of them and for scoring the completions.
 
-    The seeds depend on the prompt and not on the step, so two evaluations of one run differ only by the policy. With a
-    `reference`, the exact KL(pi‖ref) of each completion is measured too, in nats, summed over its tokens.
+    With a `reference`, the exact KL(pi‖ref) of each completion is measured too, in nats, summed over its tokens.
     """
 
     prompts: Sequence[Prompt]
@@ -50,6 +49,7 @@ class Evaluator:
         collector = collector_of(sampler.snapshot(), model, self.player, needs_reward=self.scorer is None)
         view = reward_view(model.tokenizer, collector.plays, self.skip_special_tokens)
         rollout = ScoredRollout(collector, self.scorer, view, self.world)
+        # The seeds do not depend on the step, so two evaluations of a run differ only by the policy.
         seed_of = lambda i, k: seeds.derive(self.seed, "eval", self.prompts[i].index, k)  # noqa: E731
         trajectories = rollout(self.prompts, self.params, self.num_generations, seed_of, version)
         figures = figures_of(trajectories, self.num_generations, self.metric)
@@ -102,10 +102,7 @@ class Evaluator:
 def figures_of(trajectories: Sequence[Trajectory], num_generations: int, metric: str) -> dict[str, Any]:
     """Return the `eval/…` figures: the mean of the metric over prompts with its 95 % interval, pass@k, and completion lengths.
 
-    pass@k is returned for k = 1, 2, 4, … up to `num_generations` (at most 64) if prompts have several completions and every
-    value of the metric is 0 or 1. If the metric is a sum of several reward functions, the mean of each is returned too.
-    Unscored completions are left out of the metric's mean and pass@k; `eval/unscored` is their number. The interval counts each
-    prompt once, since completions of a prompt are not independent.
+    Unscored completions are left out of the metric's mean and pass@k; `eval/unscored` is their number.
     """
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     values = scored_groups(trajectories, num_generations)
@@ -151,6 +148,6 @@ def _over_prompts(name: str, values: Sequence[Sequence[float]]) -> dict[str, flo
     if not values:
         return {}
     means = [math.fsum(group) / len(group) for group in values]
-    low, high = mean_interval(means)
+    low, high = mean_interval(means)  # of prompts, since completions of one prompt are not independent
     ends = {} if math.isnan(low) else {f"{name}/low": low, f"{name}/high": high}
     return {f"{name}/mean": math.fsum(means) / len(means), **ends}

@@ -68,10 +68,10 @@ def train_on_rows(
     judges: Sequence[RewardSetup | None] = (),
     given: ModelObject | None = None,
 ) -> Result:
-    """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model. All offline recipes end with this.
+    """Train on the rows of `task`, from the `checkpoint` if there is one, and save the model.
 
-    `held_out` is a second task, on which the loss is evaluated. `prepared` has the rows of both tasks. `generated`
-    evaluates sampled completions. `judges` are the reward and the held-out metric. `given` is the user's model object, if any.
+    `held_out` is a second task, on which the loss is evaluated. `generated` evaluates sampled completions. `judges` are the
+    reward and the held-out metric.
     """
     check_images(config, model, prepared.rows)
     check_features(model, (*prepared.rows, *prepared.held_out))
@@ -93,7 +93,6 @@ def sampler_of(
 ) -> Iterator[Sampler]:
     """Yield the sampler that the settings name, on a cluster or on this machine.
 
-    On this machine, the sampler of a sharded model gets a full copy of it. vLLM needs none, unless top_p, top_k or min_p is on.
     `longest` is the maximum number of tokens in a prompt plus its completion; 0 means the model's limit.
     """
     if config.placement.cluster and journal is not None:
@@ -119,10 +118,7 @@ def generated_of(
     reference: Callable[[], LanguageModel | None],
     journal: Journal,
 ) -> Iterator[SampledEvaluation | None]:
-    """Yield the evaluation that samples completions of the held-out `rows` and scores them by the rewards in `measure`.
-
-    With `eval_kl`, it computes the completions' KL to the model of `reference()` too. Yield None if there are no rewards or rows.
-    """
+    """Yield the evaluation that samples completions of the held-out `rows` and scores them; None without rewards or rows."""
     if not (measure.weights and rows):
         yield None
         return

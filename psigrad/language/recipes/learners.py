@@ -62,7 +62,7 @@ Learners = Sequence[Learner | Follower]
 def commit(root: Path, step: int, write: Write, world: World, meta: Mapping[str, Any]) -> Path | None:
     """Write the checkpoint of step `step` into a folder below `root`. Return this folder on rank 0, and None on other ranks.
 
-    `write` writes the files, and `meta` is added to the manifest. With sharded models, all ranks must call this.
+    `meta` is added to the manifest. With sharded models, all ranks must call this.
     """
     if world.rank:
         if world.lockstep:
@@ -103,8 +103,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
     """Return a function that writes a learner's weights and optimiser state to a folder.
 
-    With `copies`, this call copies the current values to host memory, and the function writes these copies. Otherwise the
-    function writes whatever the values are when it is called.
+    With `copies`, it writes the present values; otherwise, the values at the time when it is called.
     """
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
@@ -161,15 +160,13 @@ def restore(path: Path, learners: Learners) -> State:
 
 
 class CheckpointWriter:
-    """The writer of a training loop's checkpoints. With `async_save` and no callbacks, a thread writes while training continues.
-
-    All ranks save together. The thread communicates in a process group of its own, so it does not disturb the steps.
-    """
+    """The writer of a training loop's checkpoints. With `async_save` and no callbacks, a thread writes while training goes on."""
 
     def __init__(self, config: Any, journal: Journal, learners: Learners, pinned: Mapping[str, str]) -> None:
         self._config, self._journal, self._learners, self._pinned = config, journal, learners, pinned
         # callbacks expect a checkpoint that is already written
         self._async = config.run.async_save and not journal.callbacks
+        # in a process group of its own, the thread does not disturb the steps
         make: Callable[[], World] | None = getattr(journal.world, "new_group", None) if self._async else None
         self._world: World = make() if make is not None and journal.world.lockstep else journal.world
         self._job: Future[None] | None = None
@@ -204,12 +201,12 @@ class CheckpointWriter:
             job.result(self._await_all_ranks(job) if seconds is None and self._journal.world.lockstep else seconds)
 
     def _await_all_ranks(self, job: Future[None]) -> float | None:
-        """Wait until all ranks have written their parts of the checkpoint, or one has failed. `job` writes this rank's part.
+        """Wait until all ranks have written their parts of the checkpoint, or one has failed.
 
-        Return how many seconds to wait for `job` afterwards: `LEFT` if a rank has failed, otherwise None (no limit). The ranks
-        tell each other every second whether they are done. If one hangs, an error is raised within minutes instead of hours.
+        Return how many seconds to wait for this rank's `job` afterwards; None means no limit.
         """
         states = [0]
+        # Asking each second, a rank notices within minutes, not hours, that another one hangs.
         while 0 in states and 2 not in states:
             ended = bool(futures.wait([job], 1.0).done)
             states = self._journal.world.all_gather(0 if not ended else 1 if job.exception() is None else 2)
@@ -250,8 +247,7 @@ def begin(
 ) -> RunStart:
     """Return the start of a run: from the checkpoint `saved`, whose optimisers are restored, or else from the state `fresh`.
 
-    `pinned` are the values that must not change when the run resumes (`language/recipes/run_pins.py`). Raises `UserError` if one
-    differs from the checkpoint's and `run.allow` does not name it. `rows` are the numbers of training and held-out rows.
+    `pinned` are the values that must not change when the run resumes. `rows` are the numbers of training and held-out rows.
     """
     world = journal.world
     if world.size > 1:

@@ -31,9 +31,7 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    With `same_tokens`, it scores the policy's own tokens, followed by the tokens that ended each text in its training. A process
-    reward model reads no such end tokens. Without `same_tokens`, or where the policy's tokens cannot be used (see `_tokens`), it
-    scores prompt and completion as rendered by its own chat template.
+    With `same_tokens`, it scores the policy's own tokens where possible; otherwise, text rendered by its own chat template.
     """
 
     name: str
@@ -80,13 +78,10 @@ class ModelScorer:
         return [self._result(value) for value in score_all(self.model, pairs, self.micro_batch_tokens)]
 
     def _row(self, samples: Samples, i: int) -> Row:
-        """Return completion `i` as a dataset row.
-
-        If the prompt is text but the completion is messages, convert one of them: the prompt to a user message if the reward
-        model uses a chat template, and otherwise the completion to text.
-        """
+        """Return completion `i` as a dataset row."""
         prompt, completion = samples.prompts[i], samples.completions[i]
         if isinstance(prompt, str) and not isinstance(completion, str):
+            # Messages cannot follow a text, so one of the two is converted.
             talks = bool(self.model.tokenizer.chat_template) and not self.model.plain_prompts
             turn: Message = {"role": "user", "content": prompt}
             prompt, completion = ([turn], completion) if talks else (prompt, transcript_of(completion))
@@ -96,9 +91,7 @@ class ModelScorer:
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
         """Return (prompt tokens, completion tokens) for the reward model.
 
-        Usually, return `own`, the policy's tokens: drop a stop token at the end, then append the end tokens (see `ModelScorer`).
-        Return ([], tokens of the rendered `row`) if `own` is None, if the policy has a different tokenizer or template, or if
-        the template writes something before each answer.
+        These are `own`, the policy's tokens, with the end of an answer; or else [] and the tokens of the rendered `row`.
         """
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
@@ -118,7 +111,7 @@ class ModelScorer:
     def _by_steps(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Result]:
         """Return the reward of each (prompt tokens, completion tokens): the mean of σ(score) over the completion's n steps.
 
-        For advantages per token, the result stores each step's σ(score)/n with the index of the step's last token.
+        The result also has each step's σ(score)/n, with the index of the step's last token.
         """
         found: list[Result] = [Scored(0.0, {self.name: 0.0})] * len(pairs)
         ends = [step_ends(self.model.tokenizer, completion, self.separator) for _, completion in pairs]
@@ -151,10 +144,9 @@ def answer_ids(model: ScalarModel, row: Row) -> Ids:
 
 
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
-    """Return the tokens that end every answer: EOS if the rows are `plain` text, otherwise those that the template writes.
+    """Return the tokens that end every answer, of `plain` text or of conversations.
 
-    Return None if the template writes something before an answer, such as Qwen3's empty thinking. The model then scores a
-    rendered row. Return [] if the template cannot render a conversation. The model then scores the policy's tokens unchanged.
+    Return None if the template writes something before an answer, such as Qwen3's empty thinking, and [] if it fails.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [to_turns(tokenizer, row) for row in rows]

@@ -76,11 +76,7 @@ Setup = tuple[RewardSetup, RewardSetup | None]
 
 
 def run(config: OnlineConfig, given: ModelObject | None = None) -> Result:
-    """Train `config.model`, or the object `given`, by `config.algorithm` on the prompts of `config.data`.
-
-    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on invalid settings or data, and
-    `ValueError` if the algorithm's parts do not fit together.
-    """
+    """Start or resume a run that trains `config.model`, or the object `given`, by `config.algorithm` on prompts."""
     check(config, method(config))
     config = set_activation_memory(config)
     setup = (RewardSetup.of(config), RewardSetup.of_metric(config))
@@ -107,7 +103,7 @@ def open_job(
     scores: bool = True,
     reference: bool = False,
 ) -> Iterator[Job]:
-    """Load the parts of a new or resumed run. `setup` is the reward and the held-out metric, and `given` a model in memory.
+    """Load the parts of a new or resumed run.
 
     Without `scores`, nothing is scored or evaluated. With `reference`, load a reference even if the algorithm needs none.
     """
@@ -220,11 +216,7 @@ def annotators_of(
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield an executor whose threads sample during training; None on ranks above 0, or if sampling and training cannot overlap.
-
-    They can overlap if `lag` is above 0 and the sampler runs on a cluster or on a GPU that does not train. A GPU also needs a
-    single training process, and no top_p, top_k or min_p. The executor has one thread on a GPU or for episodes, else lag + 1.
-    """
+    """Yield an executor that samples during training, in threads; None on ranks above 0, or if sampling must wait."""
     # Several processes would communicate in two threads. With a filter, the sampling thread would use the model in training.
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):
@@ -240,10 +232,7 @@ def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterato
 def _prepare_rows(
     config: OnlineConfig, model: LanguageModel, journal: Journal, episodes: Player | None, setup: Setup
 ) -> PreparedRows[Any]:
-    """Return the training and held-out rows that the rewards of `setup` can score, and the tokens of the training prompts.
-
-    `episodes` plays the episodes of an environment or game; None if each completion is a single turn.
-    """
+    """Return the training and held-out rows that the rewards of `setup` can score, and the tokens of the training prompts."""
     rewards, metric = setup
 
     def make(log: Log) -> PreparedRows[Any]:
@@ -281,8 +270,6 @@ def _critic(config: OnlineConfig, model: LanguageModel, checkpoint: Path | None,
 def critic_rate(critic: ScalarModel) -> float:
     """Return a learning rate at which the critic's zero-initialised head learns: 0.05 / width of the model.
 
-    A step of Adam changes each weight of the head by the rate. The entries of a hidden state have a magnitude of about 1, so the
-    step changes a value by up to rate · width = 0.05. At a width of 4,096 the rate is 1.2e-5. For critics of 7B parameters, verl
-    uses 1e-5 and OpenRLHF 9e-6, with policies at 1e-6.
+    A step of Adam then changes a value by up to 0.05, since the entries of a hidden state have a magnitude of about 1.
     """
     return 0.05 / size(critic.network.config, "hidden")

@@ -61,8 +61,7 @@ def correct(
 ) -> PolicyGradient | OnlinePreference:
     """Return the algorithm, with truncated importance weights if they are needed and the settings do not set a correction.
 
-    The weights are needed if the sampler's log-probs may differ from the trainer's, or if `lag` is above 0. Raises `UserError` if
-    `lag` is above 0 and the settings turn the correction off. Also logs settings that the algorithm does not use.
+    The weights are needed if the sampler's log-probs may differ from the trainer's, or if `lag` is above 0.
     """
     _log_unused(config, algorithm, journal)
     stated = not isinstance(config.algorithm, str | Mapping) or (

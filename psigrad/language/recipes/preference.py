@@ -43,10 +43,9 @@ from psigrad.runs.result import Result
 
 
 def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
-    """Train `config.model`, or the model object `given`, on preference rows by `config.loss`. KTO takes unpaired-preference rows.
+    """Start or resume a run that trains `config.model`, or the object `given`, by `config.loss` on preference rows.
 
-    The reference's log-probs are computed once, before training, and cached on disk, so training steps run no reference model.
-    Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError` on invalid settings or data.
+    KTO takes unpaired-preference rows.
     """
     loss = resolve_loss(config.loss)
     check_sampling(config.sampling)
@@ -71,12 +70,7 @@ def run(config: PreferenceConfig, given: ModelObject | None = None) -> Result:
 def _reference(
     config: PreferenceConfig, loss: Preference | KahnemanTversky, model: LanguageModel, checkpoint: Path | None, world: World
 ) -> LanguageModel | None:
-    """Return the model that computes the reference's log-probs before training; None if they are not needed.
-
-    This is the model that `config.reference` names or, if it is empty, the initial model. `model` serves as the initial model if
-    it has a new LoRA adapter, which can be turned off, or if the run is new and without eval_kl, so that no step has changed it
-    yet. Any other run loads the initial model again. Raises `UserError` for a reference that `loss` does not use.
-    """
+    """Return the model that computes the reference's log-probs before training; None if they are not needed."""
     if config.reference and not loss.needs_reference:
         raise UserError(f"The settings name a reference model, but {loss.name} uses none; remove reference.")
     if not (loss.needs_reference or config.evaluation.eval_kl):
@@ -84,9 +78,9 @@ def _reference(
     if config.reference:
         return load_reference(config.reference, model, config, world=world)
     if model.is_own_reference:
-        return model
+        return model  # its new adapter can be turned off
     if checkpoint is None and not config.evaluation.eval_kl:
-        return model
+        return model  # no step has changed it yet
     return load_frozen(replace(config.model, lora_rank=0), config.run, None, world)
 
 

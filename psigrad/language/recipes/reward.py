@@ -30,11 +30,9 @@ from psigrad.runs.result import Result
 
 
 def run(config: RewardConfig, given: ModelObject | None = None) -> Result:
-    """Train `config.model`, or the model object `given`, with a scalar head on preference rows.
+    """Start or resume a run that trains `config.model`, or the object `given`, with a scalar head on preference rows.
 
-    With `config.process`, train on stepwise rows instead. The result is `model/` in the run folder, which transformers loads as
-    `AutoModelForSequenceClassification`. Resumes from the newest checkpoint of the run folder if there is one. Raises `UserError`
-    on invalid settings or data.
+    With `config.process`, it trains on stepwise rows instead.
     """
     with session.open_run(config, "reward") as journal:
         if (done := session.load_finished(config, journal, static_pins(config))) is not None:
@@ -77,9 +75,8 @@ def score_rows(
 ) -> list[dict[str, Any]]:
     """Return the prompt-completion rows in order, with the reward model's score as `reward`; higher is better.
 
-    `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames their columns. `budget` is the
-    maximum number of tokens of a forward pass. `bad_rows="skip"` drops malformed rows. Raises `UserError` if `model` has no
-    trained scalar head, or too few positions for a row.
+    `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames their columns. `budget` is
+    the maximum number of tokens of a forward pass. `bad_rows="skip"` drops malformed rows.
     """
     data = Data(dataset=rows, columns=columns, split=split, bad_rows=bad_rows)
     config = RewardConfig(model=Model(path=model), data=data, run=Run(device=device))

@@ -84,8 +84,7 @@ class Encoder(Generic[R]):
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
     """Return (the encoded rows, the sums of the counts from `encoder.filter`).
 
-    With at least `FEW` rows, or several processes, the encoded rows are kept in Arrow batches. Raises `UserError` for a row
-    that cannot be encoded; with `bad_rows: skip`, drops and counts such rows instead, and raises only if no row can be encoded.
+    A row that cannot be encoded raises `UserError` or, with `bad_rows: skip`, is dropped.
     """
     if len(rows) < FEW and data.num_proc <= 1:
         made: Sequence[Any]
@@ -151,11 +150,7 @@ def prepare(
     journal: Journal,
     make: Callable[[Log], PreparedRows[T]],
 ) -> PreparedRows[T]:
-    """Return the prepared rows: from the cache if an earlier run had the same files and settings, otherwise from `make`.
-
-    `settings` are other values that must be the same. The messages that were logged when the cache was written are logged again.
-    Rank 0 prepares the rows first. The other ranks then read its cache, or prepare the rows too if there is no cache.
-    """
+    """Return the prepared rows, from `make` or from the cache of an earlier run with the same data, tokenizer and `settings`."""
     folder = journal.folder.path / "images"
     images.store_in(folder)
 
@@ -170,7 +165,7 @@ def prepare(
         try:
             found = _prepare_or_load(place, journal.log, prepared)
         finally:
-            world.broadcast(None)
+            world.broadcast(None)  # the other ranks now read the cache, or prepare the rows too
         return found
     world.broadcast(None)
     return _prepare_or_load(place, journal.log, prepared)
@@ -213,10 +208,7 @@ def _drop_images(row: Row) -> Row:
 
 
 def _key(data: Data, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> str:
-    """Return the cache key, a SHA-256 of everything that rows and tokens depend on.
-
-    Return "" if one of these things is unknown, if a cache would save little, or if the cache is turned off.
-    """
+    """Return the cache key, a SHA-256 of everything that rows and tokens depend on; "" if the rows are not cached."""
     names = [share.dataset for given in (data.dataset, data.eval_dataset) if given for share in parse_mixture(given)]
     if not all(isinstance(name, str) for name in names) or not row_cache.limit():
         return ""

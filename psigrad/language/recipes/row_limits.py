@@ -35,9 +35,8 @@ from psigrad.runs.journal import Journal
 def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, completion: int, log: Log | None = None) -> Prompts:
     """Return the rows with the tokens of their prompts.
 
-    A prompt is too long if it has more than `data.max_prompt_length` tokens, or if the model has no room for `completion` tokens
-    after it. Raises `UserError` with the row's place in the file for the first prompt that is too long. With `bad_rows: skip`,
-    such prompts are dropped and counted instead, unless no prompt is left.
+    A prompt that leaves no room for `completion` tokens, or is longer than the settings allow, raises `UserError` or, with
+    `bad_rows: skip`, is dropped.
     """
     room, limit = model.max_length - completion, data.max_prompt_length
 
@@ -81,11 +80,7 @@ def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: L
 def add_teacher_prompts(
     prompts: Sequence[Prompt], config: OnlineConfig, model: LanguageModel, reference: LanguageModel | Teacher | None
 ) -> Sequence[Prompt]:
-    """Add to each prompt the tokens that the reference reads, if `teacher_prompt` is set or the reference is a `Teacher`.
-
-    Otherwise return the prompts unchanged. Raises `UserError` if a row lacks the column that `teacher_prompt` names, or if the
-    added tokens leave no room for a completion.
-    """
+    """Add to each prompt the tokens that the reference reads, if `teacher_prompt` is set or the reference is a `Teacher`."""
     column, completion = config.teacher_prompt, config.sampling.max_completion_length
     if reference is None or not (column or isinstance(reference, Teacher)):
         return prompts
@@ -123,8 +118,7 @@ def _teacher_row(row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> R
 def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Row] = ()) -> None:
     """Raise `UserError` if there are images, but the sampler, the placement or the reference supports only text.
 
-    There are images if one of `rows` has one and the model has a vision tower. If `model` is None, since it is not loaded yet,
-    images are assumed if the settings `model.vision` or `model.trained_towers` are set.
+    If `model` is None, images are assumed if the settings `model.vision` or `model.trained_towers` are set.
     """
     placement, sampler = getattr(config, "placement", Placement()), getattr(config, "sampling", Sampling()).sampler
     reasons = {
@@ -145,15 +139,12 @@ def check_images(config: Any, model: Pretrained | None = None, rows: Iterable[Ro
 
 
 def check_features(model: Pretrained, rows: Iterable[Row]) -> None:
-    """Raise `UserError` if the vision tower returns fewer or more features for an image than the image has tokens.
-
-    To save time, only one image of `rows` is checked for each number of tokens. Sharded models are checked at the first step.
-    """
-    if model.vision is None or model.shard_root is not None:
+    """Raise `UserError` if the vision tower returns fewer or more features for an image than the image has tokens."""
+    if model.vision is None or model.shard_root is not None:  # the first step checks sharded models
         return
     found = (images.picture(digest) for row in rows for digest in digests_of(row))
     with torch.no_grad():
-        for one in {model.vision.count(picture): picture for picture in found}.values():
+        for one in {model.vision.count(picture): picture for picture in found}.values():  # one of each size, to save time
             model.vision.features(model.network, [one])
 
 
@@ -163,12 +154,9 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` if one of the models has fewer positions than `longest`, the number of tokens in the run's longest text.
-
-    Without this check, some models would read such a text without an error. `others` are the models by name, such as reference.
-    """
+    """Raise `UserError` if one of the models `others` has fewer positions than the run's longest text has tokens."""
     for name, other in others.items():
-        if isinstance(other, Pretrained) and longest > other.max_length:
+        if isinstance(other, Pretrained) and longest > other.max_length:  # some models would read it without an error
             raise UserError(
                 f"The {name} has {other.max_length} positions, and texts of this run have up to {longest} tokens; shorten the "
                 f"texts or give another {name}."
@@ -198,8 +186,7 @@ def prepare_answers(
 ) -> PreparedRows[Any]:
     """Return the rows of a preference, unpaired-preference or stepwise dataset, and their tokens.
 
-    A truncated answer cannot be judged, so rows with more tokens than `limit` are dropped and counted. Raises `UserError` if no
-    row is left.
+    Rows with more tokens than `limit` are dropped.
     """
     form = dataset_form(config)
     settings = [form, limit, config.evaluation.eval_prompts, config.run.seed, getattr(config, "step_separator", ""), type(config)]
@@ -211,6 +198,7 @@ def _answers(
 ) -> PreparedRows[Any]:
     read = read_rows(config.data, form, config.evaluation.eval_prompts, config.run.seed, log)
     rows = to_model_rows(encoder.tokenizer, read, config.data.plain_prompts, log)
+    # A truncated answer cannot be judged.
     short = replace(encoder, filter=lambda made: (made, {}) if pairs.longest_text(made) <= limit else (None, {"long": 1}))
     found = []
     for part in filter(None, rows):

@@ -35,7 +35,7 @@ def collect_pins(
 ) -> dict[str, str]:
     """Return the pins of a run: values, under the names of `pins.PINS`, that must be the same when the run resumes.
 
-    Pins that do not apply to the run are absent. `judges` are the reward and the held-out metric, whose functions are pinned too.
+    `judges` are the reward and the held-out metric.
     """
     content = pins.hash_parts({"tokenizer": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template})
     if (image_format := images.image_format_of(tokenizer)) is not None:

@@ -59,12 +59,12 @@ def score(
     columns: str | Mapping[str, str] = "",
     bad_rows: Literal["stop", "skip"] = "stop",
 ) -> list[RowScore]:
-    """Score prompt-completion rows by reward functions, in a worker process, one row after another. Return the scores in order.
+    """Score prompt-completion rows by reward functions, in a worker process. Return the scores in the order of the rows.
 
     `rows` is a file, folder or hub dataset with a `split`, or rows from Python; `columns` renames columns. The functions also
     receive the rows' other columns, and `completion_ids` if `tokenizer` names a model. A reward is the sum of the functions'
-    values, each times its weight in `weights` (by default 1). A call has at most `timeout` seconds.
-    `bad_rows="skip"` drops malformed rows. Raises `UserError` if a reward counts tokens and no tokenizer is given.
+    values, each times its weight in `weights` (by default 1). A call has at most `timeout` seconds. `bad_rows="skip"` drops
+    malformed rows.
     """
     if not rewards:
         raise UserError("No reward was given; name one with --reward, such as exact or my_module:my_reward.")

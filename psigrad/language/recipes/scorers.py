@@ -51,11 +51,7 @@ class RewardSetup:
 
     @classmethod
     def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
-        """Return the rewards of `config.reward` and `config.reward_model` with `config.reward_weights`.
-
-        If `functions` are given, return them instead, with a weight of 1 each. Raises `UserError` for a function that does not
-        exist, and for a wrong number of weights.
-        """
+        """Return the rewards of the settings with their weights or, if `functions` are given, these with a weight of 1 each."""
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
         specs = [_resolve(one, config.sampling.max_completion_length) for one in given]
@@ -134,15 +130,14 @@ class RewardSetup:
     def judgeable(self, rows: Sequence[Row], log: Log | None = None) -> Sequence[Row]:
         """Return the rows that the functions can score, and log the number of rows that are dropped.
 
-        A row is dropped if, for every function, a column that the function needs is empty. A row is bad if a function cannot read
-        the row's gold answer completely, since a wrong completion might then be rewarded. With `bad_rows: stop`, the first bad
-        row raises `UserError`; with `skip`, bad rows are dropped. Raises `UserError` if every row would be dropped.
+        A row whose gold answer a function cannot read raises `UserError` or, with `bad_rows: skip`, is dropped.
         """
         rows = self._with_golds(rows, log)
         if not any(hasattr(function, "check_row") for function in self.functions):
             return rows
         names, starts = column_names(rows), range(0, len(rows), _ROWS_AT_ONCE)
         groups = [samples_of(rows[start : start + _ROWS_AT_ONCE], names) for start in starts]
+        # A function that cannot read the whole gold answer might reward a wrong completion.
         faults = row_faults(self.specs, groups, **self._processes())
         bad = [(row, fault) for row, fault in zip(rows, faults, strict=True) if fault]
         if bad and (self.config.data.bad_rows == "stop" or len(bad) == len(rows)):
@@ -205,10 +200,7 @@ def describe_hidden_tokens(config: Scored, tokenizer: PreTrainedTokenizerBase | 
 
 
 def samples_of(rows: Sequence[Row], names: Sequence[str]) -> Samples:
-    """Return dataset rows as the `Samples` that reward functions receive. A row without a completion gets an empty one.
-
-    `names` are the columns to include, usually all columns of the dataset (`column_names`). A value that a row lacks is None.
-    """
+    """Return dataset rows as the `Samples` that reward functions receive, with the columns `names`."""
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     return Samples([row.prompt for row in rows], [row.completion or "" for row in rows], [[]] * len(rows), columns)
 
@@ -262,10 +254,9 @@ def evaluator_for(
     size: int | None = None,
     world: World = ALONE,
 ) -> Evaluator:
-    """Return the held-out evaluation on those of `rows` that `rewards` can score. The metric's name is `rewards.metric`.
+    """Return the held-out evaluation on those of `rows` that `rewards` can score.
 
-    `scorer` scores the completions, and `player` plays episodes. With `eval_kl`, the KL to `reference` is measured, unless it is
-    a `Teacher`. Each row gets `size` completions, or `num_generations_eval` if `size` is None.
+    Each row gets `size` completions, or `num_generations_eval` if `size` is None.
     """
     check_images(config, model, rows)
     prompts = encode_prompts(rewards.judgeable(rows), model, config.data, reserved_tokens(config))

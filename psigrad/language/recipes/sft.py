@@ -28,10 +28,9 @@ from psigrad.runs.result import Result
 
 
 def run(config: SFTConfig, given: ModelObject | None = None) -> Result:
-    """Fine-tune `config.model`, or the model object `given`, on `config.data` by cross-entropy.
+    """Start or resume a run that fine-tunes `config.model`, or the object `given`, by cross-entropy.
 
-    The targets are the completions of prompt-completion rows, or the assistant turns of conversations. Resumes from the newest
-    checkpoint of the run folder if there is one. Raises `UserError` for invalid settings or data.
+    The targets are the completions of prompt-completion rows, or the assistant turns of conversations.
     """
     rewards, metric = RewardSetup.of(config), RewardSetup.of_metric(config)
     with session.open_run(config, "sft") as journal, contextlib.ExitStack() as stack:

@@ -1,8 +1,4 @@
-"""The types of the keyword arguments of `psigrad.train`, for editors and type checkers. At run time, this module is empty.
-
-`Settings` inherits every section and configuration. Its constructor therefore takes each setting without its section's
-name: `learning_rate`, not `optim.learning_rate`. `accept` adds these parameters to an overload of `train`.
-"""
+"""The types of the keyword arguments of `psigrad.train`, for editors and type checkers. At run time, this module is empty."""
 
 # A section and an argument may share a name and differ in type: "model" is a path here.
 # mypy: disable-error-code="assignment, misc"
