@@ -1,8 +1,4 @@
-"""Collectors, which sample trajectories for prompts, and `ScoredRollout`, which scores each group while it samples more.
-
-`Completions` is the collector of single completions. The other collectors (episodes, agents' sessions, recorded completions) are
-in other packages. `rollout_row` turns a trajectory into a line of rollouts.jsonl.
-"""
+"""Collectors, which sample trajectories for prompts, and `ScoredRollout`, which scores each group while it samples more."""
 
 from __future__ import annotations
 
@@ -98,10 +94,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A function that samples and scores trajectories for prompts. All processes of `world` share the work.
-
-    A group is sent to the scorer as soon as its last completion ends. Without a scorer, only the environment gives rewards.
-    """
+    """A function that samples and scores trajectories for prompts. All processes of `world` share the work."""
 
     collector: TrajectoryCollector
     scorer: Scorer | None
@@ -123,8 +116,7 @@ class ScoredRollout:
     ) -> list[Trajectory]:
         """Return `num_generations` scored trajectories per prompt (in a game: per prompt and player), in order of `prompts`.
 
-        `clock` measures the time of sampling ("time/sample") and the remaining wait for rewards ("time/score"). For the other
-        arguments see `GroupRequest` and `TrajectoryCollector.collect`.
+        For the other arguments see `GroupRequest` and `TrajectoryCollector.collect`.
         """
         clock, world, central = clock or Clock(), self.world, self.collector.sampler.central
         share = range(world.rank, len(prompts), 1 if central else world.size)

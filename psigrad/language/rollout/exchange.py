@@ -1,8 +1,7 @@
 """The exchange of a step's trajectories between the processes that train together.
 
-Every process receives the rewards, lengths, masks and log-probs of all trajectories (`drop_tokens`). Tokens are sent only to the
-processes that run a model on them (`fetch_tokens`). Rows of rollouts.jsonl are sent to rank 0, which writes them (`gather_rows`).
-A message has arrays in safetensors format, and all other fields as JSON.
+Every process receives the rewards, lengths, masks and log-probs of all trajectories. Tokens are sent only to the processes that
+run a model on them.
 """
 
 from __future__ import annotations
@@ -41,14 +40,12 @@ class RemoteTokens(Sequence[int]):
 
 
 def drop_tokens(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory without its tokens and texts. Other processes receive it in this form.
-
-    The first 7 characters of each tool's answer remain, because metrics count the answers that begin with "error: ".
-    """
+    """Return the trajectory without its tokens and texts. Other processes receive it in this form."""
 
     def remote(ids: Sequence[int]) -> Any:
         return RemoteTokens(len(ids), hash(ids))
 
+    # Metrics count the answers that begin with "error: ".
     answers = [str(message.get("content"))[:7] for message in trajectory.messages if message.get("role") == "tool"]
     return replace(
         trajectory,

@@ -118,8 +118,8 @@ class Scored:
 class Failed:
     """A completion for which a reward function raised `Failure`, because the policy is at fault.
 
-    `parts` maps each reward function's name to its value. If the function raised `Failure`, the value is the `failure_value` of
-    `RewardPool`. `value` is the weighted sum of `parts`.
+    `parts` maps each reward function's name to its value, and `value` is their weighted sum. If a function raised `Failure`, its
+    value is the `failure_value` of `RewardPool`.
     """
 
     value: float
@@ -131,7 +131,7 @@ class Failed:
 class Unscored:
     """A completion without a reward, for a reason that is not the policy's fault: a time-out, an exception, an invalid result.
 
-    It is not trained on, and does not count as 0. A reward function may return a list with an `Unscored` in place of a reward.
+    It is not trained on. A reward function may return a list with an `Unscored` in place of a reward.
     """
 
     reason: str
@@ -152,10 +152,7 @@ class RewardError(UserError):
 
 
 class Scoring:
-    """Completions that wait for their rewards. Groups are added as soon as they are sampled.
-
-    This class scores all groups together when `results` is called. A subclass can start as soon as a group is added.
-    """
+    """Completions that wait for their rewards. This class scores in `results`. A subclass can start when a group is added."""
 
     def __init__(self, score: Callable[[Sequence[Samples]], list[Result]]) -> None:
         self._score = score
@@ -185,11 +182,8 @@ def check_unscored(
 ) -> list[list[int]]:
     """Raise `RewardError` if scoring fails in this step, and has failed for too many of the most recent completions.
 
-    The check covers the last few steps: as many as needed for `WINDOW` completions, or all steps if they have fewer. With n
-    completions in these steps, more than `limit` · max(n, `WINDOW`) failures are too many. If `limit` is below 1, it is also
-    too many if all n fail and n ≥ 8. `reasons` has one entry per completion of this step: why it is unscored, or None. A
-    completion to which no reward function applies is no failure. For `sources` see `explain_unscored`. Return [number of
-    failures, number of completions] for each step that was checked. Pass this list as `before` in the next step.
+    `reasons` has one entry per completion of this step: why it is unscored, or None. `limit` is the allowed share of failures.
+    Return [number of failures, number of completions] for each step that was checked. The next step passes it as `before`.
     """
     faults = [None if reason is None or reason.startswith(NOT_APPLICABLE) else reason for reason in reasons]
     window = [*map(list, before), [sum(reason is not None for reason in faults), len(faults)]]
@@ -207,8 +201,7 @@ def check_unscored(
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
     """Return a sentence with the number of unscored completions, the most common reason, and the rows where it occurred.
 
-    For `reasons` see `check_unscored`. `sources[i]` is the file and line of the row of completion i. `above` is a text to
-    insert after the number, such as ", above max_unscored 0.1".
+    `sources[i]` is the file and line of the row of completion i. `above` is a text to insert after the number.
     """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):

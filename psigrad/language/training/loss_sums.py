@@ -31,10 +31,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class LossSums:
-    """The loss and its terms. They are summed over the micro-batches of a step, then averaged over all steps that had a loss.
-
-    A transfer to the host stalls a GPU. So `read` copies the sums together with the gradient norm, in one transfer per step.
-    """
+    """The loss and its terms, summed over the micro-batches of a step, then averaged over all steps that had a loss."""
 
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
@@ -56,12 +53,9 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Call `share`, `add` the loss that it returns, and return the value of this loss.
-
-        If `weight` is 0, add nothing, and return 0 · value: such a pass only keeps step with other processes.
-        """
+        """Call `share`, `add` the loss, and return its value. If `weight` is 0, add nothing, and return 0 · value."""
         loss = share()
-        return self.add(loss) if weight else 0.0 * loss.value
+        return self.add(loss) if weight else 0.0 * loss.value  # a pass of weight 0 only keeps step with other processes
 
     def later(self, x: Tensor, use: Callable[[Tensor], None]) -> None:
         """Copy x to the host at the next `read` or `end_step`, whichever comes first. Then call `use` with the copy."""
@@ -107,12 +101,8 @@ def within_memory(
 ) -> tuple[T, dict[str, Any], dict[str, str]]:
     """Return (the result of `learn(run)`, changed settings, notes). If memory runs out, retry with smaller micro-batches.
 
-    `changes` are the settings changed earlier in the run. Each retry starts without gradients and halves `micro_batch_tokens`.
-    The new size changes results only by rounding. It is added to the returned settings, so that later steps and a resumed run
-    use it. The notes have one entry per retry: {kind of event: log message}.
-
-    The memory error is raised again if a weight has already changed, or if the next size would be below the minimum `LEAST`.
-    Several processes retry only after a `PassOutOfMemoryError`, since all of them raise it together.
+    `changes` are the settings changed earlier in the run. A retry adds the new `micro_batch_tokens`. The notes are {kind of
+    event: log message}.
     """
     given: Any = run
     notes: dict[str, str] = {}
@@ -121,6 +111,7 @@ def within_memory(
         try:
             return learn(given), changes, notes
         except Exception as error:
+            # Several processes must retry together, so only after an error that all of them raise.
             size, common = getattr(given.config, SETTING), given.world.size == 1 or isinstance(error, PassOutOfMemoryError)
             moved = sum(optimizer.updates for optimizer in optimizers) != before
             if not (common and is_out_of_memory(error)) or moved or size < 2 * LEAST:

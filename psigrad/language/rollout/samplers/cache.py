@@ -1,8 +1,4 @@
-"""Caches of keys and values for the sequences that are being decoded.
-
-`KVCache` supports any model. It has one slot per sequence: prefill stores the prompt in it, and decoding appends tokens.
-`SharedCache` is for the fused CPU decoder. It stores a prompt once for its group, and a slot has only the tokens after it.
-"""
+"""Caches of keys and values of the sequences being decoded: `KVCache` for any model, `SharedCache` for the fused CPU decoder."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ class StateCache:
 
 
 class KVCache(StateCache):
-    """Keys and values [slots, H_kv, capacity, D] of each attention call. Slots 0 … active - 1 hold sequences of `lengths` tokens.
-
-    Tensors are looked up by a `Key`: (kind of layer, its index, number of its earlier calls in this pass). The last number
-    is needed because DiffLlama's layers attend twice in a pass, and HRM-Text runs its layers repeatedly.
-    """
+    """Keys and values [slots, H_kv, capacity, D] of each attention call. The first `active` slots hold `lengths` tokens."""
 
     exact = False
 
@@ -70,7 +62,7 @@ class KVCache(StateCache):
     def reserve(self, layer: Key, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return all slots' (keys, values) for an attention call. Enlarge slots that have room for fewer than `tokens` tokens.
 
-        `k` and `v` [·, H_kv, ·, D] determine H_kv, D and the dtype of new tensors. With MLA, D differs between `k` and `v`.
+        New tensors have the H_kv, D and dtype of `k` and `v` [·, H_kv, ·, D].
         """
         have = self.layers.get(layer)
         if have is None or have[0].shape[2] < tokens:
@@ -90,7 +82,7 @@ class KVCache(StateCache):
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> Prefill:
         """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
 
-        `shifts` is the position of each prompt's next token minus the prompt's length: 0 except for images with M-RoPE.
+        `shifts` is the position of each prompt's next token minus the prompt's length.
         """
         new = torch.zeros_like(copies) if shifts is None else shifts[copies]
         self.shifts = torch.cat([self.shifts.to(new.device), new])
@@ -105,7 +97,7 @@ class KVCache(StateCache):
     def remove(self, finished: Tensor) -> Tensor:
         """Release the slots where `finished` [active] is True, and move the last sequences into these slots.
 
-        Return each remaining sequence's previous slot, in the order of the new slots. The result is on the CPU, like `finished`.
+        Return each remaining sequence's previous slot, in the order of the new slots.
         """
         left = int((~finished).sum())
         order = torch.arange(left)
@@ -131,6 +123,7 @@ class _CallCounter:
 
     def next_call(self, kind: str, layer: int) -> Key:
         """Count a call of a layer, and return its key in the cache. `kind` is "attention", "convolution" or "recurrence"."""
+        # DiffLlama's layers attend twice in a pass, and HRM-Text runs its layers repeatedly.
         self._calls[kind, layer] += 1
         return kind, layer, self._calls[kind, layer] - 1
 
@@ -138,7 +131,7 @@ class _CallCounter:
 class StatePrefill(_CallCounter):
     """The base class of prefill layouts. It stores the state after each packed prompt in the new slots that continue the prompt.
 
-    `new` selects the new slots. The i-th of them continues prompt `copies[i]`.
+    The i-th of the slots `new` continues prompt `copies[i]`.
     """
 
     def __init__(self, states: StateCache, prompts: PackedLayout, copies: Tensor, new: Where) -> None:
@@ -221,8 +214,8 @@ class Decode(StateDecode):
     def __init__(self, cache: KVCache, places: Tensor, columns: int, room: int, shifts: Tensor | None = None) -> None:
         """Prepare a step that stores one new token in each of the first len(places) slots: in slot i at index `places[i]`.
 
-        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot. It enlarges the slots if
-        they have room for fewer than `room` tokens.
+        The token's position is `places[i] + shifts[i]`. The step reads `columns` tokens of each slot. A slot gets room for `room`
+        tokens.
         """
         super().__init__(cache, len(places))
         self.cache, self.places, self.width, self.room = cache, places, columns, room
@@ -273,15 +266,12 @@ class Arrangement:
 class SharedCache(StateCache):
     """A cache for the fused decoder, with the methods of `KVCache`. A prompt is stored once. A slot has only the tokens after it.
 
-    Row i of a step continues the sequence in slot `slots[i]`, which has `lengths[i]` tokens after prompt `prompt[i]`. Sequences
-    never change their slots. Rows are in the order in which they were added or selected. A prompt's rows are adjacent.
+    Row i of a step continues the sequence in slot `slots[i]`, which has `lengths[i]` tokens after prompt `prompt[i]`. A prompt's
+    rows are adjacent.
     """
 
     def __init__(self, slots: int, longest: int, heads: Sequence[Heads], dtype: torch.dtype, may_dequantise: bool = True) -> None:
-        """Create empty slots. `longest` is the capacity of a slot in tokens, without the tokens of its prompt.
-
-        `heads` has the number and size of the heads of each layer with keys and values. For `may_dequantise` see `PackedWeights`.
-        """
+        """Create empty slots of `longest` tokens, not counting prompts. `heads` has an entry per layer with keys and values."""
         super().__init__(slots)
         self.longest, self.layers, self.heads = longest, len(heads), heads
         self.packed_weights = PackedWeights(may_dequantise=may_dequantise)
@@ -306,10 +296,7 @@ class SharedCache(StateCache):
         return self.packed_weights.bytes > 0
 
     def prefill(self, prompts: PackedLayout, copies: Tensor, shifts: Tensor | None = None) -> SharedPrefill:
-        """Add len(copies) slots, and return the layout of the prompts' forward pass. New slot i continues prompt `copies[i]`.
-
-        `shifts` is ignored: it differs from 0 only with M-RoPE, which the fused decoder does not support.
-        """
+        """Add slots; see `KVCache.prefill`. `shifts` is ignored: it is for models with M-RoPE, which never use this cache."""
         new = [CachedPrompt(length, self.heads) for length in prompts.pieces.prefixes.tolist()]
         self.prompts |= {self._num_prompts + i: prompt for i, prompt in enumerate(new)}
         self.prompt = np.concatenate([self.prompt, self._num_prompts + copies.numpy()])
@@ -345,7 +332,7 @@ class SharedCache(StateCache):
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
         """Decode `slots` in the next steps, in this order. Slots of the same prompt must be adjacent.
 
-        `prompt` and `lengths` are each slot's prompt and number of tokens. Other slots keep their tokens for a later selection.
+        `prompt` and `lengths` are each slot's prompt and number of tokens.
         """
         self.prompt, self.lengths, self.slots = prompt, lengths, slots
         self._arrangement = None
@@ -360,12 +347,12 @@ class SharedCache(StateCache):
     def reserve(self, tokens: int) -> tuple[list[Tensor], Tensor]:
         """Return (each layer's keys and values [2, slots, H_kv, capacity, D], the memory addresses of these tensors).
 
-        First enlarge the slots if they have room for fewer than `tokens` tokens. This is done layer by layer, to save memory.
+        First enlarge the slots if they have room for fewer than `tokens` tokens.
         """
         have = self.slot_tables[0].shape[3]
         if have < tokens:
             capacity = -(-min(self.longest, tokens + max(GROWTH, tokens // 2)) // BLOCK) * BLOCK
-            for i, old in enumerate(self.slot_tables):
+            for i, old in enumerate(self.slot_tables):  # layer by layer, to save memory
                 self.slot_tables[i] = old.new_empty(*old.shape[:3], capacity, old.shape[4])
                 self.slot_tables[i][..., :have, :] = old
             self._addresses = torch.tensor([x.data_ptr() for x in self.slot_tables])
@@ -383,10 +370,7 @@ class SharedCache(StateCache):
 
 
 class SharedPrefill(StatePrefill):
-    """The layout of a prefill of packed prompts for fused layers. It stores the prompts' keys and values for decoding.
-
-    `tables` [layers, 2, G] are the memory addresses of the keys and values of G prompts.
-    """
+    """The layout of a prefill for fused layers. `tables` [layers, 2, G] are the addresses of the keys and values of G prompts."""
 
     slots = None
 

@@ -1,8 +1,6 @@
 """Decoding on a GPU with CUDA graphs: one decoding step is recorded once, and then replayed for every token.
 
 A small model's step launches hundreds of kernels, and each launch takes longer than its kernel. A replay avoids the launches.
-The GPU also waits whenever the CPU reads a token. So the recording includes the draw of the token, and the CPU reads the tokens
-only after `TOKENS_AT_ONCE` replays.
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ from psigrad.language.rollout.samplers.grouped import GroupedCache, GroupedDecod
 from psigrad.language.rollout.types import SamplingParams
 from psigrad.seeds import uniform_on_device
 
-# The number of tokens drawn for each sequence between two checks for ended sequences. Tokens drawn after an end are discarded.
+# The number of tokens drawn for each sequence between two checks for ended sequences, during which the GPU waits. Tokens drawn
+# after an end are discarded.
 TOKENS_AT_ONCE = 8
 # Columns (cached tokens per slot) that the shortest recording reads. Longer ones read 1.5, 2, 3, 4, 6, … times as many.
 _NARROWEST = 128
@@ -58,9 +57,8 @@ class Room(NamedTuple):
 class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache.
 
-    A recording contains the memory addresses of the cache and the weights. So the cache has its full size from the start, and is
-    kept between calls of the sampler. There is one recording per sampling distribution, set of active adapters, and shape (the
-    arguments of `_step`). To limit the shapes, a step decodes 1, 2, 4, … or all slots. Tokens of empty slots are ignored.
+    There is one recording per sampling distribution, set of active adapters, and shape (the arguments of `_step`). It contains
+    the memory addresses of the cache, which therefore has its full size from the start.
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
@@ -92,12 +90,13 @@ class CudaGraphDecoding:
             del self._kept[oldest]
 
     def decode(self, last: np.ndarray, counts: np.ndarray, seeds: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Decode `steps` tokens, or `TOKENS_AT_ONCE` if that is fewer, for each active slot.
+        """Decode min(`steps`, `TOKENS_AT_ONCE`) tokens for each active slot.
 
-        `last`, `counts` and `seeds` [active] are each slot's last token, number of drawn tokens and seed. Return (ids
-        [steps, active], log-probs [steps, 2, active]): log-probs under the policy, and under the sampling distribution.
+        `last`, `counts` and `seeds` [active] are each slot's last token, number of drawn tokens and seed. Return (ids [steps,
+        active], log-probs [steps, 2, active] under the policy and under the sampling distribution).
         """
         active, steps = self.cache.active, min(steps, TOKENS_AT_ONCE)
+        # Few sizes, so few recordings. Tokens of empty slots are ignored.
         size = min(1 << (active - 1).bit_length(), self.cache.slots)
         places = self.cache.lengths.cpu().numpy()
         host = np.zeros((4, size), dtype=np.int64)
@@ -117,10 +116,7 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy the cache's grid of slots (`Seats`) to the GPU, and return three sizes; () if the cache is not a `GroupedCache`.
-
-        The sizes are (places in the grid, places per prompt, cached tokens that a step reads of each prompt).
-        """
+        """Copy a `GroupedCache`'s `Seats` to the GPU. Return (places in all, places per prompt, tokens read per prompt)."""
         if not isinstance(self.cache, GroupedCache):
             return ()
         seats = self.cache.seats(size)
@@ -168,7 +164,7 @@ class CudaGraphDecoding:
 def fitting(model: LanguageModel, room: Room) -> Room:
     """Halve the slots and prompts of `room` until they take at most half of the GPU's free memory. Return the result.
 
-    The other half is for training, during which the cache remains. The result has 0 slots on a CPU, or if not even one fits.
+    It has 0 slots on a CPU, or if not even one fits.
     """
     if model.device.type != "cuda":
         return room._replace(slots=0)
@@ -203,17 +199,14 @@ def active_adapters(model: LanguageModel) -> Hashable:
 
 
 def cuda_recorder() -> Recorder:
-    """Return a `Recorder` that records a function `run` as a CUDA graph. All its graphs share a memory pool.
-
-    `run` runs once before it is recorded, so that the graph does not contain what only a first run does, such as allocations.
-    """
+    """Return a `Recorder` of CUDA graphs that share a memory pool."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(run: Callable[[], None]) -> Callable[[], None]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            run()
+            run()  # the graph must not contain what only a first run does, such as allocations
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may allocate

@@ -32,11 +32,9 @@ class SlotCache(KVCache):
 
     @property
     def selection(self) -> np.ndarray:
-        """The arguments of `select_slots` for the active slots, as an array [3, active]: prompt, number of tokens, slot.
-
-        The prompt's index is always 0, since each slot stores its own prompt. Only the slots of a `SharedCache` share prompts.
-        """
+        """The arguments of `select_slots` for the active slots, as an array [3, active]: prompt, number of tokens, slot."""
         self._shifts[torch.from_numpy(self._numbers[: self.active])] = self.shifts
+        # The prompt is always 0, since only the slots of a `SharedCache` share prompts.
         return np.stack([0 * self._numbers[: self.active], self.lengths.numpy(), self._numbers[: self.active]])
 
     def select_slots(self, prompt: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> None:
@@ -61,9 +59,8 @@ class SlotCache(KVCache):
 class CachedDialogue(Dialogue):
     """The `Dialogue` (episodes of several turns) of the embedded sampler on a CPU.
 
-    The first turn prefills each prompt once for its group. In a later turn, an episode first reads the environment's tokens, one
-    per decoding step, while episodes with shorter texts may already sample. But all episodes of the turn are prefilled again if
-    the texts are long (this is faster), if a context was replaced, or, with some models, if a text has an image.
+    In a later turn, an episode first reads the environment's tokens, one per decoding step. If this is impossible or too slow,
+    all episodes of the turn are prefilled again.
     """
 
     def __init__(self, model: LanguageModel, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:

@@ -35,9 +35,8 @@ class DrawnTokens:
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """Apply top-k, top-p and min-p to logits [B, V], already divided by the temperature. Excluded tokens get -inf.
 
-    Each filter is applied to the result of the previous one, in transformers' order. top-k keeps all ties at its threshold. top-p
-    keeps the smallest set of tokens whose probability reaches p, at least one (Holtzman et al. 2020). min-p keeps tokens whose
-    probability is at least min_p times the maximum (Nguyen et al. 2024).
+    Each filter is applied to the result of the previous one, in transformers' order. Sources: Holtzman et al. 2020 (top-p),
+    Nguyen et al. 2024 (min-p).
     """
     if params.top_k and params.top_k < logits.shape[-1]:
         threshold = logits.topk(params.top_k, dim=-1).values[:, -1:]
@@ -54,10 +53,9 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, seeds_u64: np.ndarray, counter: np.ndarray) -> DrawnTokens:
-    """Draw one token per row of logits [B, V], by inverting the cumulative distribution at a uniform number u(seed, counter).
+    """Draw one token per row of logits [B, V].
 
-    The token of row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (the number of tokens drawn before). At
-    temperature 0, return the most probable token, with 0 as `sampling_logprobs` and its log-prob at temperature 1 as `logprobs`.
+    The token of row i depends only on `logits[i]`, `seeds_u64[i]` and `counter[i]` (the number of tokens drawn before).
     """
     found = _draw_unchecked(logits, params, seeds_u64, counter)
     if not params.forbidden or found.ids.device.type != "cpu" or not bool((wrong := _forbidden(found.ids, params)).any()):
@@ -131,12 +129,12 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
     """Return the first index [B] in each row whose cumulative weight exceeds u [B, 1] times the row's sum of weights.
 
-    No weight of `weights` [B, V] may be negative. A large vocabulary is split into blocks. The blocks' sums show which block has
-    the index, and only this block is searched. This takes 10 % of the time of a search through all weights.
+    No weight of `weights` [B, V] may be negative.
     """
     batch, size = weights.shape
     if size <= 2 * _BLOCK:
         return _first_above(weights, lambda total: u * total)
+    # Search only the block that has the index. This takes 10 % of the time of a search through all weights.
     blocks = torch.nn.functional.pad(weights, (0, -size % _BLOCK)).view(batch, -1, _BLOCK)
     sums = blocks.sum(-1, dtype=torch.float64)
     ends = sums.cumsum(-1)
@@ -155,10 +153,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the first index [B] in each row whose cumulative weight exceeds `target(s)`, where s [B, 1] are the rows' sums.
-
-    If rounding leaves no such index, return the last index with a weight above 0.
-    """
+    """Return the first index [B] in each row whose cumulative weight exceeds `target(s)`, where s [B, 1] are the rows' sums."""
     # In float32, a sum over a large vocabulary would make rare tokens unreachable.
     sums = weights.double().cumsum(-1)
     ids = torch.searchsorted(sums, target(sums[:, -1:]), right=True)[:, 0]

@@ -52,11 +52,9 @@ class PolicyWeights(Sampler):
 class EmbeddedSampler(PolicyWeights):
     """A sampler with continuous batching in at most `max_batch` slots.
 
-    A prompt is prefilled once for its group. A finished sequence frees its slot at once. A waiting group starts when enough slots
-    are free. A completion depends only on its prompt and seed, except that the size of the batch changes the rounding of matrix
-    products. After each decoding step, `progress` is called with the number of tokens that the step sampled. With `cuda_graphs`,
-    decoding steps on a GPU are recorded and replayed. All calls then use the same cache, so two calls must not overlap. The cache
-    has fewer than `max_batch` slots if the GPU has too little free memory.
+    A completion depends only on its prompt and seed, except for rounding. After each decoding step, `progress` is called with the
+    number of tokens that the step sampled. With `cuda_graphs`, decoding steps on a GPU are recorded and replayed. All calls then
+    use the same cache, so two calls must not overlap.
     """
 
     engine = "embedded 1"
@@ -108,10 +106,7 @@ class EmbeddedSampler(PolicyWeights):
         return CachedDialogue(model, prompts, without_placeholders(model, params))
 
     def _recording(self, requests: list[Request], params: SamplingParams) -> CudaGraphDecoding | None:
-        """Return recorded decoding steps with room for these requests: the previous call's if they fit, otherwise new ones.
-
-        Return None if decoding cannot be recorded, or if not even one slot fits into the memory.
-        """
+        """Return recorded decoding steps with room for these requests: the previous call's if they fit, otherwise new ones."""
         own = self.model
         if (
             not self.cuda_graphs
@@ -143,10 +138,7 @@ def without_placeholders(model: LanguageModel, params: SamplingParams) -> Sampli
 
 @torch.no_grad()
 def why_not_embedded(model: LanguageModel) -> str:
-    """Return the reason why `EmbeddedSampler` cannot sample from `model`, or "" if it can. `model` must support packed rows.
-
-    Compare a prefill and one decoding step with a packed forward pass, except with fused decoders or sharded weights.
-    """
+    """Return the reason why `EmbeddedSampler` cannot sample from `model`, or "" if it can. `model` must support packed rows."""
     if model.decoder is not None or model.shard_root is not None:
         return ""
     texts = model._texts()
@@ -177,8 +169,7 @@ def _room_for(requests: list[Request], params: SamplingParams, max_batch: int) -
 def _graph_size(requests: list[Request], params: SamplingParams, max_batch: int, most: int, before: Room | None) -> Room:
     """Return the size of a cache for recorded decoding steps. It is rounded up, so that similar later calls can reuse the cache.
 
-    There are up to `max_batch` slots of up to `most` tokens. A prompt is stored once for its group if prompts are long and
-    have several completions, or if the previous call did so (its cache has size `before`). Otherwise each slot stores it.
+    There are up to `max_batch` slots of up to `most` tokens. `before` is the size of the previous call's cache.
     """
 
     def rounded(tokens: int) -> int:
@@ -188,7 +179,7 @@ def _graph_size(requests: list[Request], params: SamplingParams, max_batch: int,
     slots, prompt = min(max_batch, 1 << (slots - 1).bit_length()), longest - params.max_tokens
     members = sum(len(request.seeds) for request in requests) / len(requests)
     if (prompt < SHORTEST or members < 2) and not (before and before.prompts):
-        return Room(slots, rounded(longest))
+        return Room(slots, rounded(longest))  # each slot stores its own prompt
     prompts = min(slots, len(requests), math.ceil(2 * slots / members))
     return Room(slots, rounded(params.max_tokens), prompts, rounded(prompt))
 
@@ -263,10 +254,7 @@ class _Batch:
         return self.cache.prompts - self.cache.count if isinstance(self.cache, GroupedCache) else len(self.waiting)
 
     def admit(self) -> None:
-        """Prefill the waiting groups for which there are free slots, and draw their first tokens.
-
-        On a GPU, a call prefills at most `prefill_limit` tokens, unless its first prompt alone is longer. Other groups wait.
-        """
+        """Prefill the waiting groups for which there are free slots, and draw their first tokens."""
         groups: list[tuple[int, np.ndarray]] = []
         room, most = self.max_batch - self.sequences.size, self._free_prompts()
         tokens = sys.maxsize if self.model.device.type == "cpu" else prefill_limit(self.model)
@@ -342,8 +330,7 @@ class _Batch:
     def _write(self, ids: np.ndarray, logprobs: np.ndarray, sequences: np.ndarray) -> int:
         """Record `ids` [K, n], K new tokens for each of n `sequences`. Return the number of recorded tokens.
 
-        `logprobs` [K, 2, n] has the policy's log-probs in `[:, 0]`, and those of the sampling distribution in `[:, 1]`. Tokens
-        after the end of a sequence are dropped. Slots of ended sequences are released.
+        `logprobs` [K, 2, n] are under the policy and under the sampling distribution. Slots of ended sequences are released.
         """
         stops = (ids[..., None] == self.stops).any(-1)
         before = self.counts[sequences]

@@ -19,7 +19,7 @@ SHORTEST = 256
 class GroupedCache(KVCache):
     """A `KVCache` that stores a prompt's keys and values once, in a row of `tables` [prompts, H_kv, longest_prompt, D].
 
-    A slot stores only the tokens after its prompt. The first `count` rows of the tables are in use.
+    The first `count` rows of the tables are in use.
     """
 
     def __init__(self, slots: int, longest: int, prompts: int, longest_prompt: int) -> None:
@@ -80,8 +80,8 @@ class GroupedCache(KVCache):
 class Seats(NamedTuple):
     """A grid of slots, with one row per prompt and M = `members` places per row, for the slots that continue the prompt.
 
-    For P prompts, `grid` [P · M] has the slot at each place (0 if unused). `seat` has each slot's place: an index into
-    `grid`. `behind` has the number of tokens of each slot's prompt. `seat` and `behind` are padded with 0 to a given length.
+    For P prompts, `grid` [P · M] has the slot at each place. `seat` has each slot's place: an index into `grid`. `behind` has the
+    number of tokens of each slot's prompt.
     """
 
     grid: np.ndarray

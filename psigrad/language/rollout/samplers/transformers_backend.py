@@ -19,10 +19,7 @@ from psigrad.language.rollout.types import Completion, DrawnToken, FinishReason,
 
 
 class _Drawer(LogitsProcessor):
-    """A logits processor that draws a token with psigrad's random numbers, and sets all other logits to -inf.
-
-    The greedy search of `generate` then returns this token. So this sampler and the embedded one sample the same text.
-    """
+    """A logits processor that draws a token with psigrad's random numbers, and sets all other logits to -inf."""
 
     def __init__(self, params: SamplingParams, seeds: np.ndarray) -> None:
         self.params, self.seeds = params, seeds
@@ -33,7 +30,7 @@ class _Drawer(LogitsProcessor):
         drawn = draw(scores, self.params, self.seeds, np.full(len(self.seeds), len(self.logprobs)))
         self.logprobs.append(drawn.logprobs)
         self.sampling_logprobs.append(drawn.sampling_logprobs)
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)  # a greedy search returns this token
 
 
 class TransformersSampler(PolicyWeights):

@@ -45,8 +45,8 @@ class Task(Protocol):
     def shares(self, rows: Sequence[int], budget: int, ranks: int = 1) -> list[Share]:
         """Divide an optimiser step on these rows into forward passes. Return one loss function per pass.
 
-        A pass has at most `budget` tokens; a longer row has its own pass. `ranks` processes share the passes, and each computes
-        about the same number of tokens. For any `budget`, the passes' losses, gradients and terms add up to those of the step.
+        A pass has at most `budget` tokens, unless a single row has more. `ranks` is the number of processes that share the
+        passes. The losses, gradients and terms of all passes add up to those of the step.
         """
 
     def held_out(self, budget: int, world: World = ALONE) -> Mapping[str, float | str]:

@@ -46,7 +46,7 @@ def reference_logps(
 ) -> list[list[float]]:
     """Return log π_ref of every answer, summed over its target tokens, as one list per prompt.
 
-    A forward pass has at most `budget` tokens. The reference of a LoRA model is the model without its adapter.
+    A forward pass has at most `budget` tokens.
     """
     found: list[list[float]] = [[] for _ in prompts]
     sizes = [len(p) + sum(a.tokens for a in group) for p, group in zip(prompts, answers, strict=True)]
@@ -65,8 +65,7 @@ def reference_logps(
 class PreferenceTask:
     """A `Task` that trains with a `Preference` loss on pairs.
 
-    `reference` has the reference model's log-probs of each pair (chosen, rejected), if the loss needs them. If the model itself
-    sampled the answers, `cache` may have its activations from sampling.
+    `reference` has the reference model's log-probs of each pair (chosen, rejected), if the loss needs them.
     """
 
     model: LanguageModel
@@ -128,10 +127,7 @@ class PreferenceTask:
         return {**sum_terms(terms for terms, _ in found), **{f"rewards/accuracies/{name}": value for name, value in more.items()}}
 
     def _judge(self, targets: int, rows: Sequence[int]) -> tuple[dict[str, float], list[float]]:
-        """Return (what these pairs add to each loss term, one hit per pair).
-
-        A hit is 1 for a correct ranking, ½ for a tie, otherwise 0. `targets` counts the target tokens in all chosen answers.
-        """
+        """Return (what these pairs add to each loss term, one hit per pair: 1 if ranked correctly, ½ for a tie, otherwise 0)."""
         evaluated = self.evaluate(rows)
         terms = self.loss.loss(evaluated, len(self), targets).terms
         return {name: float(term) for name, term in terms.items()}, self.loss.correct(evaluated).tolist()
@@ -203,10 +199,7 @@ class KTOTask:
 
 
 def mismatch(rows: Sequence[LabelledAnswer]) -> list[Answer]:
-    """Return a mismatched answer for each row: the answer of the nearest earlier row with a different prompt, as in TRL.
-
-    If there is no such row, search backwards from the last row. If all rows have the same prompt, each gets its own answer.
-    """
+    """Return a mismatched answer for each row: the answer of the nearest earlier row with a different prompt, as in TRL."""
     found, other = list(rows), None
     for i in range(1 - len(rows), len(rows)):  # start one round earlier, so that the first row has a predecessor
         if rows[i].prompt != rows[i - 1].prompt:

@@ -16,12 +16,12 @@ from psigrad.processes.parallel.world import ALONE, World, map_shared, num_teams
 
 @dataclass(frozen=True)
 class SFTTask:
-    """A `Task` for supervised fine-tuning: cross-entropy on the target tokens. An example's mask is True on its targets.
+    """A `Task` for supervised fine-tuning: cross-entropy on the target tokens.
 
     Formula: L = −(1/M) Σ log π(a_t|s_t) over the M target tokens of the whole optimiser step. With label smoothing ε,
     L = −(1/M) Σ [(1 − ε) log π(a_t|s_t) + ε/V · Σ_v log π(v|s_t)] with v over all V tokens of the vocabulary, as in transformers.
 
-    If a template rewrites earlier turns, a row has several examples (`templates.examples`). Shared tokens are computed once.
+    A row has several examples if a template rewrites earlier turns.
     """
 
     model: LanguageModel
@@ -75,10 +75,7 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split a row's examples (see `SFTTask`) into bundles of consecutive ones, so that as few tokens as possible are computed.
-
-    A bundle's trunk (its last example up to the first target token) is computed once. Its examples begin with parts of the trunk.
-    """
+    """Split a row's examples into bundles of consecutive ones, so that as few tokens as possible are computed."""
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):
         found = []

@@ -1,8 +1,4 @@
-"""Convert trajectories to a `Batch`, divide the batch into micro-batches, and arrange model outputs by row of the batch.
-
-A batch has a row for each trajectory, and its `inputs` are these trajectories. A micro-batch is only a list of row indices.
-`inputs_of` creates the model's inputs from the trajectories of these rows.
-"""
+"""Convert trajectories to a `Batch`, divide the batch into micro-batches, and arrange model outputs by row of the batch."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ def to_batch(
 ) -> Batch:
     """Return the trajectories of scored groups as a `Batch`, padded to [N, T]. Its `inputs` are the trajectories, in order.
 
-    Step rewards are on the tokens where they were earned. The rest of the reward is on the last token that the policy chose.
     `Batch.metric` has the values of `metric_of` for `filter_metric`. `reward_weights` are the reward functions' weights by name.
     """
     rows = [t for group in groups for t in group]
@@ -84,10 +79,8 @@ def to_batch(
 
 
 def _part(trajectory: Trajectory, name: str) -> float:
-    """Return the value of the reward function `name` for a trajectory; NaN if the function does not apply to it.
-
-    If `parts` lacks `name` because a reward function raised `Failure`, return the trajectory's reward instead.
-    """
+    """Return the value of the reward function `name` for a trajectory; NaN if the function does not apply to it."""
+    # A scorer may give a failed completion without `parts`.
     if trajectory.status == "failed" and name not in trajectory.parts:
         return trajectory.reward or 0.0
     part = trajectory.parts.get(name)
@@ -95,10 +88,7 @@ def _part(trajectory: Trajectory, name: str) -> float:
 
 
 def micro_batches(batch: Batch, row_mask: Tensor, budget: int, ranks: int = 1) -> list[MicroBatch]:
-    """Divide the rows where `row_mask` [N] is True into forward passes of at most `budget` tokens.
-
-    A pass computes a group's prompt once. `ranks` processes share the passes; each computes about the same number of tokens.
-    """
+    """Divide the rows where `row_mask` [N] is True into passes of at most `budget` tokens, which `ranks` processes share."""
     group = batch.group.tolist()
     rows = [i for i, asked in enumerate(row_mask.tolist()) if asked]
     groups = [list(members) for _, members in itertools.groupby(rows, lambda i: group[i])]
@@ -116,8 +106,7 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
 def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
     """Return the micro-batches of at most `budget` tokens that this process computes, as pairs (micro-batch, weight).
 
-    Tokens that only another process has are fetched into `batch.inputs`. The weight is 1, or 0 for an extra micro-batch, which a
-    process computes to make as many passes as the others.
+    The weight is 1, or 0 for a pass that only keeps step with other processes. Missing tokens are fetched into `batch.inputs`.
     """
     micros = micro_batches(batch, row_mask, budget, num_teams(world))
     if world.size > 1:
@@ -198,8 +187,7 @@ def compute_by_row(
 ) -> Tensor:
     """Apply `of` to micro-batches of at most `budget` tokens. Return its outputs [N, T], which are 0 where `row_mask` is False.
 
-    `of` receives `inputs(batch, micro_batch)`. If `row_mask` is None, all rows with tokens are computed. The work is shared by
-    all processes, and all of them get the result. The batch and the result are on the CPU. One transfer copies all outputs there.
+    `of` receives `inputs(batch, micro_batch)`. The processes share the work. All of them get the result, on the CPU.
     """
     out = torch.zeros_like(batch.logp_old)
     micros = assign_micro_batches(world, batch, batch.present if row_mask is None else row_mask, budget)
@@ -213,9 +201,7 @@ def compute_by_row(
 def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, float] | None = None) -> float:
     """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
 
-    If `name` is empty, return the reward. If a part of it is the length penalty soft_overlong, instead return the sum of weight ×
-    value of all other parts, with `weights` by name (default 1). If the trajectory is unscored, or failed without a value of the
-    function `name`, return its reward. Raise `UserError` if any other trajectory has no function `name`.
+    If `name` is empty, return the reward without the length penalty soft_overlong.
     """
     reward = trajectory.reward or 0.0
     if trajectory.status == "unscored":
@@ -235,8 +221,7 @@ def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, floa
 def reward_dtype(sizes: Sequence[int], columns: Sequence[Sequence[float]]) -> torch.dtype:
     """Return float64 if rewards within a group are too close or too far apart for float32. Otherwise return float32.
 
-    In float32, 1e6 and 1e6 + 0.001 are equal, and the variance of 0 and 1e20 overflows. Each of `columns` has a number per row;
-    NaN is ignored. Consecutive rows form groups of these `sizes`.
+    Each of `columns` has a number per row. Consecutive rows form groups of these `sizes`.
     """
     for column in columns:
         for exact in torch.tensor(column, dtype=torch.float64).split([*sizes]):

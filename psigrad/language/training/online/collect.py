@@ -1,10 +1,7 @@
 """Collect the completions that a step trains on, and count the outcomes of all prompts in a ledger.
 
-Steps are numbered from 0. With a lag of k, step s trains on completions that were sampled after max(0, s - k) steps. All
-completions of a step have the same lag, regardless of their length. So there is no bias towards short completions, and a run
-can be repeated bitwise.
-
-The ledger counts every prompt as trained on, dropped for a reason, or pending. `rollout/collectors.py` samples the completions.
+With a lag of k, step s (the first is 0) trains on completions that were sampled after max(0, s - k) steps. This does not depend
+on their length, so there is no bias towards short completions.
 """
 
 from __future__ import annotations
@@ -37,11 +34,7 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Return (this step's `Collected`, the next `config.lag` steps' `Pending`). Start those not yet started.
-
-    Threads of `run.executor` sample and score for later steps while this step trains. Without an executor, all sampling is
-    done here, and the sampler may store activations in `cache`, for training to reuse.
-    """
+    """Return (this step's `Collected`, the next `config.lag` steps' `Pending`). Start those not yet started."""
     pending = list(state.pending)
     wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
     if run.executor is not None and not run.sampler.central and pending and len(pending) < wanted:
@@ -99,8 +92,8 @@ def _collect_after(
 def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: ActivationCache | None = None) -> Collected:
     """Sample and score completions of `prompts_per_step` prompts, starting with prompt number `cursor` of the run.
 
-    `version` is the number of training steps so far. Dynamic sampling (DAPO, Yu et al. 2025) replaces a prompt if too few of its
-    completions have scores, or if all have the same metric (`metric_of`). Replacements are sampled at most `max_refills` times.
+    `version` is the number of training steps so far. Dynamic sampling (DAPO, Yu et al. 2025) replaces prompts whose completions
+    all have the same metric.
     """
     config, compared = run.config, (run.config.filter_metric, run.reward_weights)
     trajectories: list[Trajectory] = []
@@ -128,10 +121,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
 
 
 def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
-    """Raise `RewardError` if too many completions are unscored because a reward failed; see `check_unscored`.
-
-    Return [number of failures, number of completions] for each recent step. Pass this list to the next call as `before`.
-    """
+    """Raise `RewardError` if too many completions are unscored because a reward failed. For the result see `check_unscored`."""
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
     sources = [run.prompts[place(t.row)].row.source for t in trajectories] if any(reasons) else []
@@ -155,13 +145,11 @@ def completion_seed(seed: int, cursor: int, i: int, k: int) -> int:
 
 
 def penalise_truncated(trajectory: Trajectory, penalty: float) -> Trajectory:
-    """Return the trajectory, with `penalty` subtracted from its reward if the length limit ended it.
-
-    The new part `missing_eos` is -penalty or 0, so that methods that compare each part by itself also see the penalty.
-    """
+    """Return the trajectory, with `penalty` subtracted from its reward if the length limit ended it."""
     if trajectory.reward is None:
         return trajectory
     lost = penalty if trajectory.completion.finish_reason == "length" else 0.0
+    # Methods that compare each part by itself must also see the penalty.
     return replace(trajectory, reward=trajectory.reward - lost, parts={**trajectory.parts, "missing_eos": 0.0 - lost})
 
 

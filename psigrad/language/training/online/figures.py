@@ -42,8 +42,7 @@ WITHIN_GROUPS = ("reward_std", "frac_reward_zero_std")
 def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> dict[str, Any]:
     """Return metrics of rewards, lengths and entropy over all completions of a step, including those not trained on.
 
-    Each prompt has `group_size` completions, one after another. `entropy` is the mean of -log pi(a) over sampled tokens. If a
-    filter such as top-k changed the distribution, this mean is a biased estimate, and the metric's name is `surprise`.
+    Each prompt has `group_size` completions, one after another.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     groups = [
@@ -76,6 +75,7 @@ def collection_metrics(trajectories: Sequence[Trajectory], group_size: int) -> d
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        # With a filter such as top-k, this is a biased estimate of the entropy.
         "surprise" if filtered else "entropy": (0.0 - likelihood) / max(1, sum(lengths)),
         "samples": len(trajectories),
         "failed": sum(t.status == "failed" for t in trajectories),
@@ -103,10 +103,7 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[str, float]:
-    """Return {"sampling/staleness": the age, in steps, of the weights that sampled the completions}; {} if `lag` is 0.
-
-    Raise `RuntimeError` if the age is not min(`lag`, `step`), which would be a bug in psigrad.
-    """
+    """Return {"sampling/staleness": the age, in steps, of the weights that sampled the completions}; {} if `lag` is 0."""
     if not lag or not trajectories:
         return {}
     versions = {t.version for t in trajectories}
@@ -119,10 +116,7 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
 
 
 class TokenFigures:
-    """The log-probs and entropies of a batch's first `rows` rows, each from the last forward pass with this row.
-
-    Both tensors have the shape [rows, T]. They are NaN on rows that were in no pass.
-    """
+    """The log-probs and entropies [rows, T] of a batch's first `rows` rows, from the last pass over each; NaN without a pass."""
 
     def __init__(self, rows: int, prepared: Prepared) -> None:
         self.prepared, self.count = prepared, min(rows, prepared.batch.mask.shape[0])
@@ -148,12 +142,9 @@ class TokenFigures:
         return self
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return columns of rollouts.jsonl for every row of the batch, as one dict per row.
+        """Return columns of rollouts.jsonl (see `RolloutRow`) for every row of the batch, as one dict per row.
 
-        `kept` is False if a filter dropped the row, and otherwise absent. The first `count` rows also have lists with one value
-        per token, up to the last token that the policy chose. Tokens that it did not choose have the value 0. `trained_logprobs`
-        and the exact `entropy`, in nats, are from the policy's last pass over the row, and absent if there was none.
-        `ref_logprobs` are from the reference. `advantages` is absent if all tokens have the same one.
+        Only the first `count` rows have columns with a value per token.
         """
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
@@ -182,9 +173,8 @@ def rollout_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a row of rollouts.jsonl for each completion of a step. `record_prompts` limits the prompts; 0 means no limit.
 
-    `prompts` are the run's prompts, sorted by `Prompt.index`. If a completion was trained on, its row has an advantage, from
-    `learned`. In the first `record_tokens` groups that were trained on, rows also have lists with one value per token, such as
-    log-probs. Rank 0 returns the rows of all processes. Any other rank returns only its own.
+    `prompts` are sorted by `Prompt.index`. Rows of the first `record_tokens` groups that were trained on also have values per
+    token. Rank 0 returns the rows of all processes. Any other rank returns only its own.
     """
     written = collected.trajectories
     if record_prompts:

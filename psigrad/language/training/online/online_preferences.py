@@ -76,7 +76,7 @@ class Pick:
 def pick_pairs(groups: Sequence[Sequence[Trajectory]], world: World = ALONE) -> Pick:
     """Return a pair for each group with unequal rewards: the completions with the highest and the lowest reward.
 
-    In a tie, the first one counts. All processes of `world` must call this, because they exchange the pairs' tokens.
+    All processes of `world` must call this.
     """
     rows = [t for group in groups for t in group]
     chosen, rejected, first = [], [], 0

@@ -10,15 +10,14 @@ Read this file first, then the files that it calls in the order of a step. One s
               (others sample while  │
               a group is scored)    └─▶ metrics and rows of rollouts.jsonl      figures.py
 
-Sampling does not wait for rewards: a group is scored while others are sampled. A step's collection ends with its last reward.
-With `lag` > 0, threads collect for later steps while a step trains. A step then waits only if its own collection is not ready.
+With `lag` > 0, threads collect for later steps while a step trains.
 
 `grpo` differs from the GRPO of Shao et al. 2024 (arXiv:2402.03300) in five points:
 
-1. With a single optimiser step per collection, the ratio is exactly 1: `logp_old` is the trainer's log-prob in the same pass.
-2. Rows whose advantage is 0 skip the forward pass, unless another term of the loss (KL, entropy) has a gradient on them.
-3. Unscored completions are removed. A group that is then too small is dropped, and the ledger (collect.py) counts it.
-4. The trainer's log-probs are compared with the sampler's. If they differ by more than rounding, the run ends with an error.
+1. With a single optimiser step per collection, the ratio is exactly 1.
+2. Rows whose gradient is 0 skip the forward pass.
+3. Unscored completions are removed. A group that is then too small is dropped.
+4. If the trainer's log-probs differ from the sampler's by more than rounding, the run ends with an error.
 5. Losses are divided by counts over the whole optimiser step, so that micro-batches of any size give the same gradient.
 """
 
@@ -156,11 +155,7 @@ def note_overflow(run: OnlineRun, cache: ActivationCache | None, sampled: Sequen
 def learn(
     run: OnlineRun, groups: Sequence[Sequence[Trajectory]], state: State, lr: float, cache: ActivationCache | None = None
 ) -> UpdateResult:
-    """Take all optimiser steps on the completions `groups`. Rows whose gradient is 0 skip the forward pass.
-
-    If the gradient of every row is 0, the optimiser still takes its step: AdamW's momentum moves the weights. Training reuses the
-    activations that sampling stored in `cache`. `lr` is the learning rate of the policy.
-    """
+    """Take all optimiser steps on the completions `groups`. `lr` is the learning rate of the policy."""
     config, algorithm = run.config, run.algorithm
     if not isinstance(algorithm, PolicyGradient):
         return learn_preferences(run, algorithm.loss, groups, state, lr, cache)
@@ -187,7 +182,7 @@ def learn(
             wanted = prepared.needs_gradient & part
             totals = algorithm.totals(prepared, part.nonzero()[:, 0])
             if not (has_signal := bool(wanted.any())):
-                wanted = part & (part.cumsum(0) == 1)  # one row is enough for a gradient of 0
+                wanted = part & (part.cumsum(0) == 1)  # one row is enough for a gradient of 0; AdamW's momentum moves the weights
             micros = assign_micro_batches(run.world, batch, wanted, config.micro_batch_tokens)
             micros = [(micro, weight * has_signal) for micro, weight in micros]
             passes.sums.end_step(step_together(optimizers, passes.losses(micros, totals), passes.sums.read))
@@ -219,11 +214,9 @@ class Passes:
     """True if only the critic learns."""
 
     def losses(self, micros: Sequence[tuple[MicroBatch, float]], totals: Totals) -> Iterator[Callable[[], Tensor]]:
-        """Yield one loss function per forward pass of an optimiser step.
+        """Yield one loss function per forward pass of an optimiser step: first those of the policy, then of a separate critic.
 
-        The policy's passes come first. Their activations are freed before the passes of a separate critic. `micros` are pairs
-        (micro-batch, weight). The weight is 1, or 0 for a pass that must give gradients of 0: one that only keeps step with
-        other processes, or any pass of a step in which no row has a gradient.
+        `micros` are pairs (micro-batch, weight). A pass of weight 0 gives gradients of 0.
         """
         balance, passes = self.run.model.load_balancing, 1.0
         if balance is not None:

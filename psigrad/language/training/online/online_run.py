@@ -41,10 +41,7 @@ class ValueModel:
 
 
 class Annotator:
-    """A component that adds columns to a run's batches, or terms to the policy's outputs. This base class adds nothing.
-
-    An annotator may store data about a collection (all completions of one step) until the next call of `columns`.
-    """
+    """A component that adds columns to a run's batches, or terms to the policy's outputs. This base class adds nothing."""
 
     gives_reference = False
     """True if the annotator provides the reference of a KL term."""
@@ -64,8 +61,8 @@ class Annotator:
     ) -> tuple[Prepared, PolicyOutputs]:
         """Return (`part`, `outputs`) with the annotator's changes, such as a KL term.
 
-        `part` is a micro-batch of a prepared batch. `rows` are the indices of its rows in that batch. `outputs` are the policy's
-        outputs for `part`. `sums.steps` is the number of optimiser steps taken on this collection so far.
+        `part` is a micro-batch: the rows `rows` of a prepared batch. `outputs` are the policy's outputs for `part`. `sums.steps`
+        is the number of optimiser steps taken on this collection so far.
         """
         return part, outputs
 

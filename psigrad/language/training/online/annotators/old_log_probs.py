@@ -69,12 +69,7 @@ class LogProbGap:
 
 
 class OldLogProbs(Annotator):
-    """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's.
-
-    If the batch gets a single optimiser step, `add_terms` sets `logp_old` to the log-probs of that step. `columns` recomputes
-    `logp_old` before the first step if earlier weights sampled a part of the batch, or if the batch gets several steps and the
-    sampler's log-probs are not precise enough (`run.exact_sampling`).
-    """
+    """The annotator that recomputes `logp_old` if needed, and measures how far the trainer's log-probs are from the sampler's."""
 
     def __init__(self) -> None:
         self.gap = LogProbGap()
@@ -86,6 +81,7 @@ class OldLogProbs(Annotator):
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
         stale = any(t.version != step for t in batch.inputs)
+        # In a single pass, `add_terms` sets `logp_old`.
         enough = (run.exact_sampling or run.single_pass) and not stale
         drops = run.config.model.lora_dropout > 0  # then the trained policy differs from the sampling one
         self._compared = batch if enough and not reused and not drops else None
@@ -106,10 +102,7 @@ class OldLogProbs(Annotator):
     def add_terms(
         self, run: OnlineRun, part: Prepared, outputs: PolicyOutputs, rows: Tensor, sums: LossSums
     ) -> tuple[Prepared, PolicyOutputs]:
-        """In the first optimiser step, compare `outputs.logp` with the sampler's log-probs, if `columns` has requested this.
-
-        If this is the only step on the batch, return the part with `outputs.logp` as its `logp_old`, so that the ratio is 1.
-        """
+        """Compare the first step's log-probs with the sampler's if needed. If it is the only step, they become `logp_old`."""
         if sums.steps == 0 and (own := self._compared) is not None:
             sums.later(outputs.logp, partial(self.gap.add, sampled=own.logp_old[rows], mask=own.mask[rows]))
         if run.single_pass:
@@ -149,8 +142,5 @@ def compute_log_probs(
     row_mask: Tensor | None = None,
     world: World = ALONE,
 ) -> Tensor:
-    """Return the batch's log-probs [N, T] under `model`. Rows where `row_mask` [N] is False are not computed; they are 0.
-
-    Forward passes have at most `budget` tokens, and reuse activations from `cache` if it has them.
-    """
+    """Return the batch's log-probs [N, T] under `model`, in passes of up to `budget` tokens; 0 where `row_mask` [N] is False."""
     return compute_by_row(batch, budget, lambda x: model.evaluate(x, temperature=temperature, cache=cache).logp, row_mask, world)

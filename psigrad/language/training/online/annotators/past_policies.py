@@ -17,8 +17,7 @@ from psigrad.language.training.online.online_run import Annotator, OnlineRun
 class PastPolicies(Annotator):
     """The annotator that stores snapshots of the policy's weights in `models`, and picks the opponents in games from them.
 
-    `models[0]` starts as a copy of the policy. After n · `every` steps, snapshot n overwrites `models[n % len(models)]`. With
-    probability `share`, a prompt's games are played against a random snapshot. Otherwise the policy plays itself.
+    With probability `share`, the opponent is a random snapshot. Otherwise the policy plays itself.
 
     Source: Bansal et al. 2018, Emergent Complexity via Multi-Agent Competition, arXiv:1710.03748 (opponents from the past).
     """
@@ -35,6 +34,7 @@ class PastPolicies(Annotator):
         drawn = np.array([seeds.derive(seed, "opponent")], dtype=np.uint64)
         if seeds.uniform(drawn, 0)[0] >= self.share:
             return None
+        # `models[0]` starts as a copy of the policy.
         filled = min(len(self.models), 1 + version // self.every)
         return self._samplers[int(seeds.uniform(drawn, 1)[0] * filled)]
 

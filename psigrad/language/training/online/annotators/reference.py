@@ -73,8 +73,7 @@ def move_towards(reference: LanguageModel, model: LanguageModel, share: float) -
 
     Formula: θ_ref ← share·θ + (1 − share)·θ_ref
 
-    With share 1 the reference becomes a copy of the policy. With a small share after every step it is an exponential moving
-    average. In half precision such small changes are rounded away, so set reference_dtype to float32.
+    In half precision, the changes of a small share are rounded away, so set reference_dtype to float32.
 
     Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
     """

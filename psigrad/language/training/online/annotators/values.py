@@ -31,10 +31,7 @@ class Values(Annotator):
 def compute_values(
     critic: LanguageModel | ScalarModel, batch: Batch, budget: int, cache: ActivationCache | None = None, world: World = ALONE
 ) -> Tensor:
-    """Return the critic's values [N, T] of the state before each token. If `critic` is a language model, use its value head.
-
-    A forward pass has at most `budget` tokens. A language model's passes reuse activations from `cache` if it has them.
-    """
+    """Return the critic's values [N, T] of the state before each token, in forward passes of at most `budget` tokens."""
 
     def of(inputs: Groups) -> Tensor:
         if isinstance(critic, ScalarModel):
