@@ -1,7 +1,6 @@
 """Build algorithms and losses of `psigrad.objective` from settings. A setting is a name, "module:object" or a mapping of parts.
 
 The parts of a policy gradient fill its slots (`SLOTS`): for example, `gae` fills psi, the slot for advantages.
-This module imports torch. Code that must start fast, such as help, imports `psigrad.config.methods` instead.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ def resolve(spec: Spec) -> PolicyGradient:
 
     A string is a preset's name, "module:object" or "file.py:object". A mapping {"preset": name, slot: part, …} replaces
     the parts in some slots (`SLOTS`) of a preset. A mapping without a preset needs psi, ratio, surrogate and aggregate.
-    A part is a name, "module:object" or {"part": name, parameter: value, …}. A mapping {parameter: value, …} without "part"
-    changes parameters of the preset's part. None removes an optional part. The slot `keep` takes a list of filters.
-    An unknown name or parameter raises `UserError`, which suggests a similar one. Parts that conflict raise `ValueError`.
+    A part is a name, "module:object" or {"part": name, parameter: value, …}. Without "part", a mapping changes parameters of
+    the preset's part. None removes an optional part. The slot `keep` takes a list of filters.
+    Raises `UserError` for an unknown name or parameter, and `ValueError` for parts that conflict.
     """
     if isinstance(spec, PolicyGradient | str):
         return _with_numbers(_preset(spec) if isinstance(spec, str) else spec)
@@ -84,8 +83,8 @@ def change(start: PolicyGradient | None, changes: Mapping[str, Any]) -> PolicyGr
 def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     """Return the preference loss that a setting describes: a preset's name, {"preset": name, field: value, …}, or a loss object.
 
-    The value of a field `score` or `link` is a name in `preference_catalog.PARTS`, "module:object" or {"part": name,
-    parameter: value, …}. The default preset is dpo. Raises `UserError` for an unknown name.
+    A `score` or `link` is a name in `preference_catalog.PARTS`, "module:object" or {"part": name, parameter: value, …}.
+    The default preset is dpo.
     """
     if isinstance(spec, Preference | KahnemanTversky):
         return _with_numbers(spec)
@@ -143,10 +142,7 @@ def _resolve_any(spec: Any) -> PolicyGradient | OnlinePreference | Preference | 
 
 
 def _with_numbers(part: T) -> T:
-    """Return a method or a part unchanged. Raises `UserError` if a number in it or in its inner parts is NaN or infinite.
-
-    Only the parameters in `_BOUNDS` may be +∞, which means that there is no bound.
-    """
+    """Return a method or a part unchanged. Raises `UserError` for a number in it that must be finite but is not."""
     for name in [f.name for f in fields(part)]:  # type: ignore[arg-type]
         value = getattr(part, name)
         if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and name in _BOUNDS):
@@ -195,10 +191,7 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return the value of a part's parameter `name`: the given `value`, or for a name in `INNER` the part that it describes.
-
-    `outer` is the part whose parameter is changed; None for a new part.
-    """
+    """Return the value of the parameter `name` of the part `outer`: `value`, or the part that it describes."""
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 
 

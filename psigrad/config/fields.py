@@ -1,7 +1,6 @@
 """The facts about a setting, read from its field: type and range, default, help text, and marks for its behaviour.
 
-A fact about a setting is stored on its field and nowhere else. Help and the settings page are made from the fields. So are
-two lists: settings that must not change when a run resumes, and settings that a callback may change.
+They are stored nowhere else.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class ReadBy:
 class Needs:
     """An annotation: the setting or section has no effect unless at least one condition in `settings` is true.
 
-    The condition "sampling.sampler=vllm" is true if the setting has this value. A dotted name alone, such as "environment", is
-    true if the setting is not False, 0 or empty.
+    "sampling.sampler=vllm" is true if the setting has this value; "environment" is true if it is not False, 0 or empty.
     """
 
     def __init__(self, *settings: str) -> None:
@@ -114,10 +112,7 @@ def settings_of(cls: Any) -> dict[str, Setting]:
 
 @cached
 def unread_settings(cls: Any) -> dict[str, str]:
-    """Return {setting that the command of `cls` does not read: the setting that replaces it, or "" if there is none}.
-
-    Help omits these settings. A value for a setting without a replacement raises an error unless it is False or the default.
-    """
+    """Return {setting that the command of `cls` does not read: the setting that replaces it, or "" if there is none}."""
     sections = types_of(cls, notes=True)
     found = {name: mark for name, annotated in sections.items() for mark in _extras(annotated) if isinstance(mark, Unread)}
     return {f"{name}.{leaf}": instead for name, mark in found.items() for leaf, instead in mark.settings.items()}

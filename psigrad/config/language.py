@@ -209,7 +209,7 @@ class _SectionsForRows(_Sections):
 class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     """Supervised fine-tuning: cross-entropy on a row's completion or, in a row of messages, on the assistant's turns.
 
-    Rewards are used only to evaluate completions, not to train. Without a reward, evaluation reports the held-out loss.
+    Rewards are used only to evaluate completions.
     """
 
     optim: Optim = field(default_factory=lambda: Optim(learning_rate=2e-5))

@@ -44,11 +44,10 @@ def load(
     defaults: Mapping[str, Any] | None = None,
     names: Names = OWN,
 ) -> T:
-    """Load settings of class `cls`.
+    """Load settings of class `cls`. Flags beat overrides (name=value), overrides beat the YAML file, the file beats `defaults`.
 
-    Flags beat overrides, overrides beat the YAML file, the file beats `defaults`, and these beat the defaults of the class. The
-    keys of `flags` are dotted names or their last parts ("optim.learning_rate" or "learning_rate"). `names` translates other
-    libraries' names. Raises `UserError` that names the file or override, the field, the value and what was expected.
+    The keys of `flags` are dotted names or their last parts ("optim.learning_rate" or "learning_rate"). `names` translates other
+    libraries' names. Raises `UserError` if a setting is unknown or invalid.
     """
     types = dict(field_types(cls))
     values, given = names.of_file(cls, read_file(path) if path else {}, flags or {}, str(path))
@@ -137,9 +136,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`, which come from
-    overrides or flags. `names` translates other libraries' names, so that the error for an unknown name can suggest psigrad's.
-    """
+    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`, which are not from it."""
 
     def locate(name: str) -> str:
         return f"{source}: {name}" if source and name not in beside else name
@@ -171,10 +168,9 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` without the settings that the command does not read.
+    """Return `values` without the settings that the command does not read. A value moves to the setting that replaces its own.
 
-    If such a setting has its default value, drop it. Otherwise, if another setting replaces it, move the value there, or raise
-    `UserError` if that setting is given a different value. If nothing replaces it, raise `UserError`, unless its value is False.
+    Raises `UserError` if a value that differs from the default would have no effect.
     """
     made: dict[str, Any] = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for name, instead in unread_settings(cls).items():

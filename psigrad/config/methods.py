@@ -60,8 +60,7 @@ def declaration(name: str) -> Declaration:
 def of_spec(spec: Any) -> Declaration:
     """Return the declaration of an algorithm, given as a name, as {"preset": name, …} or as an object with a `name`.
 
-    A string without ":" that is not a method's name raises `UserError`. Any other `spec` that names no method, such as
-    "module:name", counts as a custom online method, with the defaults {"algorithm": `spec`}.
+    A custom algorithm, such as "module:name", counts as an online method.
     """
     name = spec.get("preset", "") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else getattr(spec, "name", "")
     if name in list_declarations():

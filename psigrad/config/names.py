@@ -28,13 +28,13 @@ class Names(Protocol):
         """Split a file's settings: return a dict of those at their place in `cls` and a list of all others.
 
         `optim: {learning_rate: 1e-5}` goes into the dict, `learning_rate: 1e-5` into the list. `in_file` is the content of the
-        file `source`, and `flags` are the command line's settings: `env` selects the environment's section of an rl-zoo3 file.
+        file `source`, and `flags` are the command line's settings.
         """
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:
         """Return `given` with dotted names, and with each shortcut, such as `beta`, replaced by the settings that it stands for.
 
-        `given` overrides `values`, the nested settings so far. Raises `UserError` for a shortcut to a part that the method lacks.
+        `given` overrides `values`, the nested settings so far.
         """
 
 

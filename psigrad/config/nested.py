@@ -27,8 +27,7 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    Within `algorithm` and `loss`, a value on the path that is not a mapping becomes one: a preset's name becomes {preset: name},
-    a part's name {part: name}, and null {}. Error messages name the `source` of the setting.
+    The name of a preset or part on the path becomes a mapping. Error messages name the `source` of the setting.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:
@@ -127,15 +126,12 @@ _OBJECT = re.compile(r'\s*\{\s*"')
 
 
 def read_value(text: str, hint: Any = None, name: str = "a value") -> Any:
-    """Read a value as YAML. Return the text itself if it is not YAML, or if the type of the setting, `hint`, is text.
-
-    So `output_dir=2024` stays text. A setting that accepts text or a mapping, such as `metric`, is read as YAML only if its value
-    starts with `{`. One that accepts several texts, such as `report_to`, is read as YAML only if its value starts with `[`. A
-    value that starts with `{"` is read as JSON, since YAML takes a misspelt `false` for text. Invalid JSON raises `UserError`.
-    """
+    """Read a value as YAML. Return the text itself if it is not YAML, or if the type of the setting, `hint`, is text."""
+    # `output_dir=2024` is text. So is `metric`, which may be a mapping, unless it starts with `{`, and `report_to`, which may be
+    # several texts, unless it starts with `[`.
     if hint is str or (str in get_args(hint) and not text.startswith("[" if get_origin(hint) is tuple else "{")):
         return text
-    if _OBJECT.match(text):
+    if _OBJECT.match(text):  # not as YAML, which takes a misspelt `false` for text
         try:
             return json.loads(text)
         except ValueError as error:

@@ -51,7 +51,7 @@ def make_batch() -> Batch:
 def try_parts(method: PolicyGradient) -> None:
     """Call a method's custom parts on a small batch, then compute the method's loss. Do nothing if all parts are psigrad's.
 
-    Raises `UserError` with the part's file and line if a custom part raises an error, or returns the wrong type or shape.
+    Raises `UserError` if a custom part raises an error, or returns the wrong type or shape.
     """
     custom = [part for part in _parts_within(method) if _is_custom(part)]
     if not custom:

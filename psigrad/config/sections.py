@@ -50,13 +50,10 @@ def object_of(given: str | Mapping[str, Any]) -> str | dict[str, Any]:
 
 
 def parse_columns(given: str | Mapping[str, str]) -> dict[str, str]:
-    r"""Parse the setting `columns`: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}.
-
-    A comma ends a pair if a name and "=" follow the comma. `\n` after the "=" becomes a line break. Raises `UserError` for
-    an incomplete pair and for a name that is given twice.
-    """
+    """Parse the setting `columns`: "question=prompt,answer=answer" -> {"question": "prompt", "answer": "answer"}."""
     if isinstance(given, Mapping):
         return dict(given)
+    # A comma ends a pair only if a name and "=" follow it, since a template may contain commas.
     pairs = [pair.partition("=") for pair in re.split(r",\s*(?=[\w.-]+=)", given) if pair]
     if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
         raise UserError(f"columns has {wrong[0]!r}; expected pairs such as question=prompt,answer=answer.")

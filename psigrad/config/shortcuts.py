@@ -1,7 +1,6 @@
 """Shortcuts: short, common names for settings of a method's parts, such as `beta` for algorithm.kl.coefficient in GRPO.
 
-Which settings a shortcut sets depends on the method. If the method has no part with such a setting, an error lists methods
-that have one. A slot is a parameter that holds a part: `kl` is the slot of the KL term.
+Which settings a shortcut sets depends on the method. A slot is a parameter that holds a part: `kl` is the slot of the KL term.
 """
 
 from __future__ import annotations
@@ -132,9 +131,8 @@ def expand(
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
     """Replace each shortcut in `given` by the settings that it stands for. Return (new list, [(shortcut, error message)]).
 
-    `cls` is the settings class. `given` overrides `values`, the nested settings so far. `more` adds shortcuts to psigrad's own.
-    A shortcut to a part that the method lacks goes to the second list, or is dropped if `needless(shortcut)` is True. A shortcut
-    whose value the method already has is dropped too.
+    `given` overrides `values`, the nested settings so far. `more` adds shortcuts to psigrad's own. A shortcut to a part that the
+    method lacks goes to the second list, or is dropped if `needless(shortcut)` is True.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -148,6 +146,7 @@ def expand(
     expanded: list[GivenSetting] = []
     lacking: list[tuple[GivenSetting, str]] = []
     order = {name: i for i, name in enumerate(short)}
+    # Of the settings from one source, full names come first, then shortcuts in the order of `SHORTCUTS`.
     for one in sorted(given, key=lambda g: (rank_source(g.source), order.get(g.name, -1))):
         if one.name not in short:
             expanded.append(one)
@@ -172,10 +171,7 @@ def expand(
 
 
 def rank_source(source: str) -> int:
-    """Return the precedence of a source of settings: 2 for a flag (`--name`), 1 for an override (`name=value`), 0 for a file.
-
-    Of the settings from one source, `expand` applies full names first, then shortcuts in the order of `SHORTCUTS`.
-    """
+    """Return the precedence of a source of settings: 2 for a flag (`--name`), 1 for an override (`name=value`), 0 for a file."""
     return 2 if source.startswith("--") else 1 if source.startswith("override ") else 0
 
 
@@ -297,8 +293,7 @@ _RATIOS = {"sequence_token": "sequence"}
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
     """Return the functions (find, write) of a `Shortcut` that adds the filter named `part` to the slot `keep`, or removes it.
 
-    Without `field`, the shortcut's value is True (add) or False (remove). With `field`, it is the value of
-    the filter's parameter `field`, or null (remove).
+    The shortcut's value is True (add) or False (remove). With `field`, it is the filter's parameter `field`, or null (remove).
     """
 
     def names(root: Part) -> list[Part]:

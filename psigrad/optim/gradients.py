@@ -1,8 +1,6 @@
 """Gradients of vocabulary-sized weights (embedding and LM head). They are summed in place, or not stored at all.
 
-Autograd allocates a full gradient for each use of a weight in a forward pass, and then adds it to the weight's gradient. A weight
-that is both embedding and head has two uses. Inside `in_place`, a use adds to the weight's gradient directly. With `recompute`,
-even this sum is not stored. A use stores only a few numbers per token, and blocks of the gradient are computed when needed.
+Autograd would allocate a full gradient for each use of a weight in a forward pass.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ class Use(Protocol):
 class Sums:
     """For each of the given `weights` (default: any weight), the sum of its gradients over all its uses in an optimiser step.
 
-    The tensor of a sum is reused in the next step. If it were freed, smaller tensors would fragment its memory. With `recompute`,
-    no tensor is allocated for a weight if its gradient can be recomputed from a few stored numbers per token; see `defers`.
+    With `recompute`, a gradient is not stored if blocks of it can be computed when needed; see `defers`.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
@@ -68,6 +65,7 @@ class Sums:
                 weight.dtype,
                 weight.device,
             )
+            # If the previous tensor were freed, smaller tensors would fragment its memory.
             weight.grad = before.zero_() if before is not None and fits else torch.zeros_like(weight)
             self.tensors[weight] = weight.grad
         return weight.grad
@@ -82,8 +80,7 @@ class Sums:
     def defers(self, weight: Tensor, use: Use) -> bool:
         """Store `use` if possible, so that `blocks` can compute its gradient later. Return True if it was stored.
 
-        It is not stored if `recompute` is off, the weight has a `.grad`, or its uses would take too much memory (`HELD`). Then
-        the gradients of earlier uses are added to `.grad`, and the caller must add the gradient of `use`.
+        Otherwise the caller must add the gradient of `use` to `of(weight)`.
         """
         held = self.uses.get(weight, [])
         room = HELD * weight.numel() - use.size - sum(u.size for u in held)
@@ -103,9 +100,9 @@ class Sums:
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}
 
     def blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Compute a weight's gradient from the uses that `defers` stored, and yield it block by block as (rows, gradient).
+        """Yield (rows, gradient) for each block of a weight's rows, computed from the uses that `defers` stored.
 
-        Each gradient overwrites the previous one in memory. The caller may change a weight's rows once their gradient is yielded.
+        Each gradient overwrites the previous one in memory.
         """
         height = max(1, BLOCK_ELEMENTS // weight[0].numel())
         room = torch.empty_like(weight[:height])
@@ -114,7 +111,7 @@ class Sums:
             block = room[: rows.stop - start].zero_()
             for use in self.uses[weight]:
                 use.add_to(block, rows)
-            yield rows, block
+            yield rows, block  # now the caller may change these rows of the weight
 
     def clear(self) -> None:
         """Drop the float32 sums, and all uses that `defers` stored."""
@@ -130,9 +127,8 @@ _SUMS: ContextVar[tuple[Sums, ...]] = ContextVar("sums of gradients that are wri
 
 @contextlib.contextmanager
 def in_place(*sums: Sums) -> Iterator[None]:
-    """Inside this context, let `sums`, not autograd, sum the gradients of vocabulary-sized weights.
+    """Inside this context, let `sums` (default: a new `Sums`), not autograd, sum the gradients of vocabulary-sized weights.
 
-    Usually there is one `Sums` for the weights of each optimizer. If none is given, a new `Sums` is used for all weights.
     `torch.autograd.grad` and hooks on parameters do not receive these gradients.
     """
     token = _SUMS.set(sums or (Sums(),))
@@ -143,10 +139,9 @@ def in_place(*sums: Sums) -> Iterator[None]:
 
 
 def sums_for(weight: Tensor) -> Sums | None:
-    """Return the `Sums` for the gradients of `weight`; None if autograd must sum them.
+    """Return the `Sums` for the gradients of a float32 or float64 `weight`; None if autograd must sum them.
 
-    The result is None outside `in_place`, and for a half-precision weight, which needs a float32 sum (`wide_sums_for`). Call this
-    in the forward pass: a backward pass may run in another thread, in which `in_place` has no effect.
+    Call this in the forward pass.
     """
     return _sums_of(weight) if weight.dtype in (torch.float32, torch.float64) else None
 
@@ -159,6 +154,7 @@ def wide_sums_for(weight: Tensor) -> Sums | None:
 def _sums_of(weight: Tensor) -> Sums | None:
     if not (weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()):
         return None
+    # Only in the forward pass: a backward pass may run in another thread, in which `in_place` has no effect.
     return next((sums for sums in _SUMS.get() if sums.owns(weight)), None)
 
 

@@ -25,6 +25,7 @@ _LEAST = 4096
 CHUNK = 1 << 22
 # Smaller weights have float32 masters without a split, because one launch of a fused kernel updates all of these together.
 SPLIT = 1 << 20
+# Embeddings have no 8-bit moments, as in transformers, because their rows learn at very different rates.
 _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 
@@ -32,12 +33,12 @@ _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 def levels(signed: bool) -> Tensor:
     """Return the 256 values (levels) to which an 8-bit moment is rounded, after division by its block's largest |moment|.
 
-    0 and 1 are levels. The others are, for i = 0 … 6, the midpoints of n equal parts of [0.1, 1] · 10⁻ⁱ. For the first moment
-    (`signed`), n is 2^(6 − i), and the negative midpoints are levels too. For the second moment, n is 2^(7 − i). This is dynamic
-    tree quantisation (Dettmers et al. 2022, arXiv:2110.02861) as in bitsandbytes.
+    Source: dynamic tree quantisation (Dettmers et al. 2022, arXiv:2110.02861), as in bitsandbytes. `signed` is True for
+    first moments.
     """
     found = [0.0, 1.0]
     for i in range(7):
+        # The midpoints of equal parts of [0.1, 1] · 10⁻ⁱ.
         parts = 2 ** (6 - i + (not signed))
         middles = [10.0**-i * (0.1 + 0.9 * (part + 0.5) / parts) for part in range(parts)]
         found += [*middles, *(-middle for middle in middles if signed)]
@@ -46,22 +47,16 @@ def levels(signed: bool) -> Tensor:
 
 @functools.cache
 def middles(signed: bool) -> Tensor:
-    """Return, for each level, the largest number that is rounded to it: the midpoint to the next level (∞ for the last).
-
-    The exception is level 0 of second moments: only 0 is rounded to it, unlike in bitsandbytes. If a small second moment became
-    0, the next step of its weight could be far too large.
-    """
+    """Return, for each level, the largest number that is rounded to it."""
     own = levels(signed)
     found = torch.cat([(own[1:] + own[:-1]) / 2, torch.tensor([math.inf])])
+    # If a small second moment became 0, as in bitsandbytes, the next step of its weight could be far too large.
     found[0] = found[0] if signed else 0.0
     return found
 
 
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Quantise numbers [blocks, 256] to (codes [blocks, 256] uint8, scales [blocks]).
-
-    A block's scale is its largest absolute number. A number's code is the index of the level to which number / scale is rounded.
-    """
+    """Quantise numbers [blocks, 256] to (codes [blocks, 256] uint8, scales [blocks]). A code is an index of `levels`."""
     scales = x.abs().amax(1)
     shares = (x / scales[:, None]).nan_to_num_(0.0)
     return torch.bucketize(shares, middles(signed)[:-1].to(x.device)).to(torch.uint8), scales
@@ -75,7 +70,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
     """Round each number of x [n] to one of its two bfloat16 neighbours, at random, so that the expected value is x.
 
-    The random number for x[i] depends only on `seed` and `first` + i, its index in the parameter.
+    `first` is the index of x[0] in the parameter.
     """
     i = _counted(first, x).bitwise_xor_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -86,14 +81,11 @@ def round_stochastically(x: Tensor, seed: int, first: int = 0) -> Tensor:
 def dither(x: Tensor, first: int = 0) -> Tensor:
     """Round each number of x [n] to one of its two bfloat16 neighbours, by a threshold that depends only on its index.
 
-    x has the float32 masters of a parameter, or of a part of it. `first` is the index of x[0] in the parameter.
+    `first` is the index of x[0] in the parameter.
     Formula: |x_i| = a + f·(b − a), between its neighbours a < b, becomes b if f + u_i ≥ 1, otherwise a. The threshold u_i is
              the fractional part, to 16 bits, of φ·(`first` + i), with φ = 0.618….
-
-    The thresholds of adjacent numbers are spread evenly over [0, 1). So if many masters move by 1 % of the gap b − a, one in 100
-    of the rounded weights moves by the whole gap: the mean movement is the same. With rounding to nearest, a weight would change
-    only after many steps of fine-tuning, once its master has moved by half the gap. Random thresholds would add noise.
     """
+    # Rounding to nearest would lose the small movements of fine-tuning for many steps. Random thresholds would add noise.
     return _round_up_from(_thresholds(first, x), x)
 
 
@@ -158,10 +150,7 @@ def copy_masters(weights: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 
 
 def has_remainder(p: Tensor) -> bool:
-    """Return True for a large bfloat16 weight on a GPU: AdamW stores its master as the weight plus a 16-bit remainder (`split`).
-
-    The remainder takes 2 bytes per element. A float32 master takes 4, and often 4 more for a float32 copy of the gradient.
-    """
+    """Return True for a large bfloat16 weight on a GPU: AdamW stores its master as the weight and a remainder (`split`)."""
     return p.dtype == torch.bfloat16 and p.device.type != "cpu" and p.numel() >= SPLIT
 
 
@@ -172,12 +161,10 @@ def has_codes(name: str, p: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class LowMemoryAdamW:
-    """AdamW that saves memory: it can store moments in 8 bits, and can do without float32 masters.
+    """AdamW that saves memory.
 
-    With `eight_bits`, moments are 8-bit codes in blocks of 256 numbers. Embeddings have float32 moments, as in transformers,
-    because their rows learn at very different rates. With `remainders`, the float32 master is computed in each step from the
-    bfloat16 weight and a stored 16-bit remainder (`join`). A bfloat16 weight without a master or remainder is rounded up or down
-    at random: even very small steps are then right on average (Zamirai et al. 2020, arXiv:2010.06192).
+    With `eight_bits`, moments are 8-bit codes. With `remainders`, the float32 master is the bfloat16 weight plus a stored 16-bit
+    remainder (`split`). A bfloat16 weight without a master is rounded stochastically (Zamirai et al. 2020, arXiv:2010.06192).
     """
 
     betas: tuple[float, float]
@@ -229,10 +216,7 @@ class LowMemoryAdamW:
         )
 
     def _step_without_kernel(self, w: AdamWWeight, remainder: Tensor | None, step: StepSize) -> None:
-        """Update a weight without a C++ kernel: with the Triton kernel if it supports the weight, otherwise in torch, in chunks.
-
-        With a `remainder`, first `join` weight and remainder to the float32 master, and `split` the updated master again.
-        """
+        """Update a weight with the Triton kernel if it supports the weight, otherwise in torch, in chunks."""
         triton = gpu_kernels(w.weight) if remainder is not None and w.scales is None and w.weight.is_contiguous() else None
         if triton is not None:
             triton.adamw(w.weight, remainder, w.gradient, (w.exp_avg, w.exp_avg_sq), step=w.step, lr=step.lr, betas=self.betas,
@@ -263,7 +247,7 @@ class LowMemoryAdamW:
     ) -> Tensor:
         """Return `x`, a chunk of the weight `w`, after an AdamW step with its gradient `g`.
 
-        `stored` has its two moments: codes if `scales` has tensors, else float32. They and the scales are updated in place.
+        Its two moments, `stored` and `scales`, are updated in place.
         """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]
@@ -301,11 +285,9 @@ def _has_kernel(w: AdamWWeight) -> bool:
 
 @functools.cache
 def _tables() -> tuple[Tensor, ...]:
-    """Return six lookup tables for the C++ kernel: three for the signed first moment, then three for the unsigned second moment.
-
-    They are `levels`, `middles`, and one entry per cell (a small interval): the lowest level to which its numbers can be rounded.
-    """
-    # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24.
+    """Return lookup tables for the C++ kernel: `levels`, `middles` and cells for first moments, then for second ones."""
+    # A cell is the interval of floats with the same upper 16 bits, from 2^-24 to 1. There is no middle below 2^-24. The table of
+    # cells has the lowest level to which a cell's numbers can be rounded.
     edges = ((torch.arange((24 << 7) + 2) + (103 << 7)) << 16).to(torch.int32).view(torch.float32)
     found: list[Tensor] = []
     for signed in (True, False):

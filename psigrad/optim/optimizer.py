@@ -1,7 +1,6 @@
 """The optimiser step: sum the gradients of all micro-batches, check and clip their norm, and apply an update rule to the weights.
 
-Rules are in `rules.py`, `low_memory.py` and `flat_rules.py`. A half-precision weight usually has a float32 copy, its master,
-which the rule updates. Without a master, a bfloat16 weight would lose most updates in fine-tuning: all below 1/512 of its value.
+A half-precision weight usually has a float32 copy, its master, which the rule updates.
 """
 
 from __future__ import annotations
@@ -104,9 +103,8 @@ class Weight:
 class Optimizer:
     """The optimiser of named parameters. Its update rule is `rule`, or by default the one that the setting `optimizer` names.
 
-    Only matrices have weight decay. Gradients are summed over the processes of `world`. `seed` is for stochastic rounding. With
-    `recompute`, a large LM head's gradient is not stored, but computed twice, block by block: for the norm and for the update.
-    This needs one process, and rules that work row by row. `reduces` switches FSDP's gradient reduction on (True) or off.
+    `seed` is for stochastic rounding. With `recompute`, a large LM head's gradient is not stored, but computed twice, block by
+    block. `reduces` switches FSDP's gradient reduction on (True) or off.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class Optimizer:
     def step(self, losses: Losses, lr: float, read: Read = to_list) -> float | None:
         """Sum the gradients of the losses (one function per micro-batch), and update the weights with the learning rate `lr`.
 
-        Return the norm before clipping, which `read` copies to the CPU. If it is not finite, return None and change no weight.
+        Return the norm before clipping. If it is not finite, change no weight and return None.
         """
         norms = step_together([(self, lr)], losses, read)
         return None if norms is None else norms[0]
@@ -200,10 +198,7 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Put each gradient where the update reads it, and return the norm of all gradients. `read` copies the norm to the CPU.
-
-        If a half-precision weight has a master that no kernel updates, the master's `.grad` becomes the gradient in float32.
-        """
+        """Put each gradient where the update reads it. Return the norm of all gradients, which `read` copies to the CPU."""
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
         for w in self._half:
@@ -267,10 +262,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state from `tensors`, the result of `state_dict`. If `tensors` lacks a parameter, set its state to 0.
-
-        Raises `UserError`, and changes nothing, if `tensors` has an unknown parameter, a wrong shape or another rule's state.
-        """
+        """Restore a state that `state_dict` returned. Raises `UserError` if it does not fit the parameters or their rules."""
         tensors, masters = dict(tensors), {f"master.{name}" for name in self.weights}
         # A checkpoint may be from another device: a CPU stores a master as it is, a GPU as a remainder.
         for name, w in self.weights.items():
@@ -378,8 +370,7 @@ def _reduce_last(losses: Losses, reduces: Callable[[bool], None]) -> Iterator[Ca
 def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
     """Compute the gradient of the sum of the losses (one function per micro-batch) for all parameters of the optimisers.
 
-    Previous gradients are dropped. If a process runs out of memory and the weights are not sharded, all processes raise
-    `PassOutOfMemoryError`. If the weights are sharded, that process raises PyTorch's error, and the others wait until stopped.
+    Raises `PassOutOfMemoryError` if a process runs out of memory and the weights are not sharded.
     """
     failed: Exception | None = None
     world = optimizers[0].world
@@ -415,8 +406,7 @@ def add_up(optimizers: Sequence[Optimizer], losses: Losses) -> None:
 def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_list) -> list[float]:
     """Update the weights of several optimisers, given as (optimiser, learning rate). Each clips its own gradient norm.
 
-    Return the norms before clipping, which `read` copies to the CPU. If one is not finite, no weight changes, and the first
-    optimiser's `nonfinite` grows by 1.
+    Return the norms before clipping, which `read` copies to the CPU. If one is not finite, change no weight.
     """
     norms = [optimizer.norm(read) for optimizer, _ in rates]
     if not all(map(math.isfinite, norms)):
@@ -431,7 +421,7 @@ def apply_together(rates: Sequence[tuple[Optimizer, float]], read: Read = to_lis
 def step_together(rates: Sequence[tuple[Optimizer, float]], losses: Losses, read: Read = to_list) -> list[float] | None:
     """Compute the gradients of the sum of `losses`, and update the weights of several optimisers at their learning rates.
 
-    Return the norms before clipping, which `read` copies to the CPU. If one is not finite, change no weight and return None.
+    Return the norms before clipping. If one is not finite, change no weight and return None.
     """
     add_up([optimizer for optimizer, _ in rates], losses)
     norms = apply_together(rates, read)

@@ -77,11 +77,7 @@ def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). It calls the function that `torch.optim.AdamW(fused=True)` calls.
-
-    PyTorch's class is not used, for two reasons. Its first step imports torch's compiler, which takes a second and 60 MB. It also
-    allocates the moments in that step. With a large vocabulary, this fragments the heap, which then takes 10 % more memory.
-    """
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). It calls the function that `torch.optim.AdamW(fused=True)` calls."""
 
     betas: tuple[float, float]
     eps: float
@@ -94,10 +90,8 @@ class AdamW:
         return {"step": torch.zeros((), device=p.device), **moments}
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update each parameter: with kernels if there are any and its gradient is in half precision, otherwise with PyTorch.
-
-        Gradients are clipped as they are read: a separate pass over memory would take a third of a step's time.
-        """
+        """Update the parameters in `updates` in place."""
+        # Both ways clip gradients as they read them: a separate pass over memory would take a third of a step's time.
         half = [u for u in updates if u.stored is not None and u.gradient.dtype == u.stored.dtype]
         plain = [u for u in updates if u.stored is None or u.gradient.dtype != u.stored.dtype]
         for decay in dict.fromkeys(u.weight_decay for u in plain):
@@ -106,6 +100,7 @@ class AdamW:
             self._by_kernels(half, step)
 
     def _by_torch(self, updates: Sequence[Update], step: StepSize, decay: float) -> None:
+        # torch's class would import torch's compiler (a second, 60 MB) and, by allocating moments late, fragment the heap.
         fused: Any = adamw
         divisor = step.divisor
         fused(
@@ -150,11 +145,10 @@ def is_hidden_matrix(name: str, p: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon for hidden matrices (Jordan 2024; Liu et al. 2025, arXiv:2502.16982). It calls torch's function `muon`.
+    """Muon for hidden matrices (Jordan 2024; Liu et al. 2025, arXiv:2502.16982). AdamW's learning rates can be used.
 
     Formula: B ← μB + (1 − μ)g;  W ← W − lr·λ·W − 0.2·lr·√max(n, m) · NS((1 − μ)g + μB), for a matrix W [n, m] with gradient g,
-    momentum B, weight decay λ and μ = 0.95. The Newton–Schulz iteration NS makes all singular values about 1. The factor
-    0.2·√max(n, m) makes the steps as large as AdamW's, so that AdamW's learning rates can be used.
+    momentum B, weight decay λ and μ = 0.95. The Newton–Schulz iteration NS makes all singular values about 1.
     """
 
     by_rows = False
@@ -224,11 +218,7 @@ class Adafactor:
 
 
 def learning_rate(optim: Optim, step: int, total: int) -> float:
-    """Return the learning rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`.
-
-    The rates are those of transformers' schedule with one more warm-up step. The first step of that schedule is skipped, because
-    its rate is 0. The exception is `cosine_warmup_with_min_lr`, which starts above 0: no step is added or skipped.
-    """
+    """Return the learning rate of step `step` (from 0) of `total`: linear warm-up, then the decay of `lr_scheduler_type`."""
     if step < optim.warmup_steps and optim.lr_scheduler_type not in _OWN_WARM_UP:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
     progress = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
@@ -260,13 +250,13 @@ _OWN_WARM_UP = ("cosine_warmup_with_min_lr", "warmup_stable_decay")
 def _factor(name: str, arguments: str, warmup: int, total: int, peak: float) -> Callable[[int], float]:
     """Return transformers' schedule `name`: a function from a step to the step's learning rate as a share of `peak`.
 
-    `arguments` is lr_scheduler_kwargs as JSON. `warmup` and `total` are numbers of steps. Raises `UserError` if the schedule does
-    not accept these arguments.
+    `arguments` is lr_scheduler_kwargs as JSON. `warmup` and `total` are numbers of steps.
     """
     from transformers.optimization import get_scheduler
 
     given = {**({"timescale": warmup or 10_000} if name == "inverse_sqrt" else {}), **json.loads(arguments)}
-    shift = int(name != "cosine_warmup_with_min_lr")  # that schedule is above 0 from its first step on
+    # Skip the first step, whose rate is 0, except in the schedule that starts above 0.
+    shift = int(name != "cosine_warmup_with_min_lr")
     total_for = None if "num_stable_steps" in given else total + shift  # transformers warns if it gets both
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak or 1.0)
     try:

@@ -36,8 +36,7 @@ Architecture = Literal["qwen3", "llama", "gpt2", "gpt_neox"]
 def tokenizer(corpus: Iterable[str], vocabulary: int = 256, *, digits_alone: bool = True) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `corpus`, with distinct EOS and PAD tokens and the special tokens of ChatML.
 
-    It has at most max(`vocabulary`, 260) tokens. It can encode any text, since all 256 bytes are tokens.
-    `digits_alone` makes every digit a separate token, so that each number has only one tokenisation.
+    It has at most max(`vocabulary`, 260) tokens. `digits_alone` makes every digit a separate token.
     """
     bpe = Tokenizer(models.BPE())
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_alone else []
@@ -101,8 +100,7 @@ def save_vision_model(
 ) -> None:
     """Save a randomly initialised Idefics 3 in `folder`, with an image processor and a tokenizer trained on `corpus`.
 
-    An image of `pixels` × `pixels` has one token for each patch of `patch` × `patch`; larger images are scaled down. The text
-    model and the vision tower each have `layers` layers of width `hidden`.
+    An image of `pixels` × `pixels` has one token for each patch of `patch` × `patch`.
     """
     from transformers.models.idefics3.configuration_idefics3 import Idefics3Config
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil

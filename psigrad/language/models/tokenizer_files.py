@@ -21,13 +21,13 @@ MOST_GROWTH = 1024
 def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub model. It accepts images in prompts if the model's type is in `vision.FAMILIES`.
 
-    Raises `ValueError` if the tokenizer is missing, empty or rejected by `check_tokenizer`. For Qwen, Gemma and GPT-2,
-    transformers creates an empty tokenizer if the files are missing. It would encode every text as an empty list.
+    Raises `ValueError` if the tokenizer is missing, empty or rejected by `check_tokenizer`.
     """
     from transformers import AutoTokenizer
 
     check_tokenizer(os.fspath(path))
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    # For Qwen, Gemma and GPT-2, transformers creates an empty tokenizer if the files are missing.
     if not set(found.get_vocab()) - set(found.all_special_tokens):
         raise ValueError(
             "the model has no tokenizer; save one in its folder with tokenizer.save_pretrained, or copy its base model's files"

@@ -1,7 +1,6 @@
 """Functions that save models, and that find, freeze and save the vision and audio towers of multimodal checkpoints.
 
-The text half is the language model of such a checkpoint. If transformers loads the complete model (Gemma 3 and 4), its towers are
-frozen by default. If it loads only the text half (Qwen3.5), saving copies the towers from the original checkpoint.
+The text half of such a checkpoint is its language model.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ def freeze_towers(network: Any, learns: Sequence[str] = ()) -> None:
 
 
 def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
-    """Return the names of modules that stay frozen: those in `names` whose last part (such as "connector") is not in `learns`.
-
-    Raises `UserError` if an entry of `learns` is not the last part of any name in `names`.
-    """
+    """Return the names of modules that stay frozen: those in `names` whose last part (such as "connector") is not in `learns`."""
     short = {name.rpartition(".")[2]: name for name in names}
     for name in learns:
         if name not in short:
@@ -84,13 +80,11 @@ def check_names(names: Sequence[str], learns: Sequence[str]) -> list[str]:
 
 
 class Towers:
-    """The configuration, tensors and processor files of a checkpoint from which only the text half was loaded.
-
-    Its weight files stay open, so that the model can be saved even if they are deleted during training.
-    """
+    """The configuration, tensors and processor files of a checkpoint from which only the text half was loaded."""
 
     def __init__(self, config: dict[str, Any], files: Sequence[Path], processors: dict[str, bytes]) -> None:
         self.config, self.processors = config, processors
+        # The files stay open, so that the model can be saved even if they are deleted during training.
         self._open = [safe_open(file, framework="pt") for file in files]
         self.text: dict[str, str] = {}
         """The names of the text half's tensors in the checkpoint, by their plain names (see `_plain`)."""
@@ -116,10 +110,7 @@ class Towers:
         return cls(config, _weight_files(path), processor_files(path))
 
     def put_back(self, folder: Path) -> bool:
-        """Add the towers to the text half saved in `folder`, so that it is a complete checkpoint, and return True.
-
-        If the saved tensors' names are not those of the original checkpoint, change nothing and return False.
-        """
+        """Add the towers to the text half saved in `folder`. Return False if the names of its tensors do not fit, else True."""
         shards = sorted(folder.glob("model*.safetensors"))
         last = len(shards) + 1
         names = [name for shard in shards for name in _header(shard)]

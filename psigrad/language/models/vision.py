@@ -1,8 +1,4 @@
-"""Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt.
-
-transformers' modules compute the features. The features of a frozen tower are cached. They are computed image by image, so
-that they do not depend on the batch. Given the features, the language model runs as on text: packed or padded, fused or not.
-"""
+"""Vision towers of the model families that psigrad trains with images. An image's features replace embeddings in a prompt."""
 
 from __future__ import annotations
 
@@ -69,8 +65,8 @@ class _TowerCache:
 class Vision:
     """An `images.ImageFormat` for one model family: the text that stands for an image in a prompt, and the image's features.
 
-    If `two_way` is True, the tokens of an image attend to each other in both directions. If `axes` is True, an image token has
-    a position in time, height and width (M-RoPE).
+    With `two_way`, the tokens of an image attend to each other in both directions. With `axes`, they have positions in
+    time, height and width (M-RoPE).
     """
 
     two_way = axes = False
@@ -112,11 +108,7 @@ class Vision:
         return tuple(made[name] for name in self.inputs)
 
     def features(self, network: Any, pictures: Sequence[Picture]) -> list[Features]:
-        """Return the features of each image.
-
-        If the tower is trained and gradients are enabled, the features are computed in batches (see `_compute`) and not cached.
-        Otherwise they are computed image by image, and cached until a weight of the tower changes.
-        """
+        """Return the features of each image, from a cache if the tower is frozen or gradients are disabled."""
         if network not in self._held:
             self._held[network] = _TowerCache(tower_parameters(network))
         held = self._held[network]
@@ -125,17 +117,15 @@ class Vision:
             return self._compute(network, pictures, learns)
         if (now := versions(held.parameters)) != held.versions:
             held.versions, held.features = now, _ImageCache()
-        with torch.no_grad():
+        with torch.no_grad():  # one image at a time, so that the features do not depend on the batch
             return [held.features.get(one.digest, partial(self._one, network, one, learns)) for one in pictures]
 
     def _one(self, network: Any, picture: Picture, learns: bool) -> Features:
         return self._compute(network, [picture], learns)[0]
 
     def _compute(self, network: Any, pictures: Sequence[Picture], learns: bool) -> list[Features]:
-        """Return the features of each image. Images whose pixels have the same shape are computed together.
-
-        `learns` is True if the tower is trained. In this case the pixels are cached, since later passes need them again.
-        """
+        """Compute the features of each image. `learns` is True if the tower is trained."""
+        # A trained tower needs the pixels again in later passes.
         given = [self._inputs.get(one.digest, partial(self.pixels, [one])) if learns else self.pixels([one]) for one in pictures]
         together: dict[Any, list[int]] = {}
         for i, tensors in enumerate(given):
@@ -200,11 +190,7 @@ class Vision:
 
 
 class Tiles(Vision):
-    """The images of Idefics 3 and SmolVLM, which are cut into tiles.
-
-    In a prompt the tiles of an image are followed by the whole image, scaled down to one tile. Each tile has the same number of
-    features, which follow a token that names the tile.
-    """
+    """The images of Idefics 3 and SmolVLM: their tiles, and then the whole image, scaled down to one tile."""
 
     inputs, along = ("pixel_values", "pixel_attention_mask"), 1
 
@@ -345,10 +331,7 @@ FAMILIES: dict[str, type[Vision]] = {
 
 
 def needs_vision(path: str, requested: bool = False) -> bool:
-    """Return True if the model at `path` should be loaded with its vision tower.
-
-    This is so if its type is in `FAMILIES`, and the tower is `requested` or transformers cannot load the model without it.
-    """
+    """Return True if the model at `path` needs its vision tower, or if the tower is `requested` and psigrad can use it."""
     from transformers import PreTrainedConfig
 
     kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
@@ -363,10 +346,7 @@ def requires_vision(kind: Any) -> bool:
 
 
 def why_not_text(config: Any) -> str:
-    """Return advice for an image or audio model that psigrad cannot load; "" if it can load the model.
-
-    psigrad can load a model if its type is in `FAMILIES`, or if transformers has a class for its language model alone.
-    """
+    """Return advice for an image or audio model that psigrad cannot load; "" if it can load the model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parts = [part for part in ("vision_config", "audio_config") if getattr(config, part, None) is not None]
@@ -390,9 +370,9 @@ def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
 
 
 def attach(tokenizer: Any, path: str, config: Any = None) -> str:
-    """Make the tokenizer accept prompts with images if the type of the model at `path` is in `FAMILIES`.
+    """Make the tokenizer accept prompts with images if `config` (default: the one at `path`) is of a type in `FAMILIES`.
 
-    `config` replaces the one at `path`. Return the error's text if the image processor or the config cannot be read, else "".
+    Return the text of an error, or "" if there was none.
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 

@@ -45,8 +45,7 @@ def check(processes: int) -> None:
 def run(processes: int, arguments: Sequence[str]) -> int:
     """Run `psigrad` with `arguments` as ranks 0 … processes - 1 of this machine. Return the exit status of the run.
 
-    Only rank 0 uses the terminal. If a process fails, the others have `GRACE` seconds to end, and are then killed. If a rank
-    other than 0 caused the failure, its last output is printed. SIGTERM, SIGHUP and Ctrl-C reach all processes.
+    Only rank 0 uses the terminal. If a process fails, the others are killed after `GRACE` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="psigrad-") as folder:
         ranks = [_Rank(rank, processes, folder, arguments) for rank in range(processes)]

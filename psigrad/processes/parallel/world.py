@@ -39,7 +39,7 @@ class RankLost(UserError):
 
 
 class Division(NamedTuple):
-    """The division of the processes into groups. A number above 1 needs a sharded model (fsdp).
+    """The division of the processes into groups.
 
     `replicate` is the number of full copies of the model. `tensor` is the number of processes that compute a layer together
     (tensor parallelism). `context` is the number of processes that share the tokens of a sequence (context parallelism).
@@ -170,10 +170,9 @@ def convert_errors() -> Iterator[None]:
 
 
 def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
-    """Return the ranks that have ended or are stuck: those that do not report to the `store` within `seconds`.
+    """Report `rank` to the `store`, and return the ranks that do not report to it within `seconds`.
 
-    Each rank that lost contact with another rank must call this function, which first reports the calling rank to the store. The
-    store is on the machine of rank 0. If the store does not answer, return [0], or [] if the calling rank is 0 itself.
+    Each rank that lost contact with another rank must call this function.
     """
     try:
         store.set_timeout(timedelta(seconds=seconds))
@@ -184,6 +183,7 @@ def silent_ranks(store: Any, rank: int, size: int, seconds: float) -> list[int]:
             time.sleep(0.05 if missing else 0.0)
         return sorted(missing)
     except (RuntimeError, AttributeError) as error:
+        # The store is on the machine of rank 0.
         return [0] if rank and isinstance(error, RuntimeError) else []
 
 
@@ -199,8 +199,7 @@ def join_world(
 ) -> Iterator[World]:
     """Yield the `World` of this process. The environment variables RANK and WORLD_SIZE give its rank and size.
 
-    `psigrad … --processes N`, torchrun and Ray Train set them. Otherwise there is one process. A sharded model needs `lockstep`.
-    Calls to the `World` fail after `minutes` minutes without an answer. Raise `UserError` if WORLD_SIZE does not fit `division`.
+    A sharded model needs `lockstep`. Calls to the `World` fail after `minutes` minutes without an answer.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if division is not None and (size % math.prod(division) or (division != Division() and not lockstep)):
@@ -289,8 +288,7 @@ def num_teams(world: World) -> int:
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
     """Return [(part, weight), …] for the parts of a step that this process, or the process `rank`, computes.
 
-    A process computes every `num_teams(world)`-th part, with weight 1. With `world.lockstep`, all processes must compute the same
-    number of parts. So a process that would have one part fewer also gets `parts[0]`, with weight 0.
+    The weight is 1. With `world.lockstep`, it is 0 for a part that only makes the number of parts the same on all processes.
     """
     shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
@@ -310,15 +308,14 @@ def map_shared(world: World, parts: Sequence[P], of: Callable[[P], T]) -> list[T
 def sum_gradients(world: World, parameters: Sequence[Tensor], failed: bool = False) -> bool:
     """Replace each parameter's gradient by its sum over the ranks, computed in at least float32, and return False.
 
-    If one of several ranks passes `failed`, sum nothing, and return True on all of them. If no rank has a gradient for a
-    parameter, the gradient stays None, so that the optimiser does not decay the parameter. If only some ranks have a gradient,
-    those without one count as 0. Small gradients are sent together in one message.
+    If one of several ranks passes `failed`, sum nothing, and return True on all of them.
     """
     if world.size == 1 or not parameters:
         return False
     *counts, failures = world.all_reduce(torch.tensor([*(float(p.grad is not None) for p in parameters), float(failed)])).tolist()
     if failures:
         return True
+    # If no rank has a gradient, it stays None, so that the optimiser does not decay the parameter.
     learns = [p for p, count in zip(parameters, counts, strict=True) if count]
     for bucket in _buckets(learns):
         for p in bucket:
