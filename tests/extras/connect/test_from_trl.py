@@ -332,7 +332,10 @@ def test_what_cannot_be_converted_is_one_sentence(name, text, sentence, here, ca
 
 
 def test_the_command_says_how_it_is_used(capsys):
-    assert cli.main(["from-trl"]) == 2 and cli.main(["from-trl", "--help"]) == 0
+    assert cli.main(["from-trl"]) == 2 and "the usage is psigrad from-trl SCRIPT.py|CONFIG.yaml" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        cli.main(["from-trl", "--help"])
+    assert left.value.code == 0 and "--trainer TRAINER" in capsys.readouterr().out
     assert cli.main(["from-trl", "x.py", "--trainer", "gpo"]) == 2
     assert "did you mean 'grpo'" in capsys.readouterr().err
 
