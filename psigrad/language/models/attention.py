@@ -24,7 +24,7 @@ SDPA: Any = F.scaled_dot_product_attention
 class AttentionLayer(Protocol):
     """The properties of a fused layer that `FusedLayout.mix` reads. `window` is the sliding window in tokens; 0: no window.
 
-    `order` numbers the layers that compute keys and values. A layer that reuses another layer's keys has that layer's `order`.
+    `order` is the index of the keys and values that the layer uses.
     """
 
     order: int
@@ -46,8 +46,7 @@ def modified_attention(
 ) -> Tensor:
     """Compute attention like `scaled_dot_product_attention`, optionally with capped scores or sinks.
 
-    `softcap` c caps scores s to c·tanh(s/c) (Gemma 2). `sinks` [H] is an extra score per head in the softmax, without a value
-    (gpt-oss). Unlike in flash attention, the matrix of all scores is held in memory.
+    `softcap` c caps scores s to c·tanh(s/c). `sinks` [H] is an extra score per head in the softmax, without a value.
     """
     scores = q @ k.mT * scale
     if softcap is not None:
@@ -82,8 +81,7 @@ class Layout(StateLayout, Protocol):
     ) -> Tensor:
         """Return the output [1, S, H, D] of attention within each sequence. q is [1, H, S, D]; k and v are [1, H_kv, S, D].
 
-        `layer` is the layer's index, and `scale` multiplies q · k. `window` is the sliding window in tokens; None: no window.
-        `how` computes attention on padded tensors: `scaled_dot_product_attention` or `modified_attention`.
+        `window` is the sliding window in tokens; None: no window. `how` computes attention on padded tensors.
         """
 
 
@@ -101,16 +99,13 @@ class FusedLayout(StateLayout, Protocol):
     def mix(self, layer: AttentionLayer, rotated: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Compute attention with H heads of width D. Return (output [S, H·D], log-sum-exp of each query's scores [S, H]).
 
-        `rotated` [S, (H + H_kv)·D] has the queries and keys with the rotary embedding, and `qkv` is [q | k | v] without it.
+        `rotated` [S, (H + H_kv)·D] has the queries and keys after the rotary embedding, and `qkv` is [q | k | v] before it.
         """
 
 
-@cache
+@cache  # since nothing can be copied to the device while a CUDA graph is captured
 def no_mask(device: torch.device) -> Tensor:
-    """Return a dummy 4-D mask. transformers passes such a mask on unchanged, and so builds no [S, S] mask for a packed row.
-
-    The mask is cached per device, since nothing can be copied to the device while a CUDA graph is captured.
-    """
+    """Return a dummy 4-D mask. With it, transformers builds no [S, S] mask."""
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
@@ -120,8 +115,9 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """The autograd function `rows_at(x, index)` for an `index` that takes no row of x twice. Row i of x goes to the output's row
-    `inverse[i]` (-1: nowhere). The gradient is thus the gather `rows_at(grad, inverse)`, faster than autograd's scatter.
+    """The autograd function `rows_at(x, index)` for an `index` that takes no row of x twice.
+
+    Row i of x goes to the output's row `inverse[i]` (-1: nowhere).
     """
 
     @staticmethod
@@ -131,6 +127,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # a gather, which is faster than autograd's scatter
         return rows_at(grad, ctx.saved_tensors[0]), None, None
 
 
@@ -235,9 +232,7 @@ class PackedLayout:
         return on_device((begin - pieces.starts).repeat(pieces.lengths) + np.arange(self.rows), self.device)
 
     def _prefix_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of attention within prefixes: [P, P] without `blocks`, [B, 1, P, P] with them. Return None if a causal
-        mask is enough, because there are no `blocks` and no prefix is longer than `window`.
-        """
+        """Return the mask of attention within prefixes, [P, P] or [B, 1, P, P]; None if a causal mask is enough."""
         length = self.prefix_rows.shape[1]
         if self.blocks is None and (window is None or window >= length):
             return None
@@ -246,8 +241,9 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Return a mask [K, 1, L, L] for K pieces: `causal` [L, L], plus attention between all tokens of the same block. `rows`
-        [K, L] has the positions of the pieces' tokens in the packed row. If there are no `blocks`, return `causal` itself.
+        """Add attention between all tokens of the same block to the mask `causal` [L, L]. With `blocks`, return [K, 1, L, L].
+
+        `rows` [K, L] has the positions of K pieces' tokens in the packed row.
         """
         if self.blocks is None:
             return causal
@@ -255,10 +251,7 @@ class PackedLayout:
         return (causal | ((own[:, :, None] == own[:, None, :]) & (own[:, :, None] > 0)))[:, None]
 
     def _sequence_mask(self, window: int | None) -> Tensor:
-        """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves.
-
-        A token attends to its prefix, its block, and its sequence up to itself, but to no token `window` or more positions back.
-        """
+        """Return the mask [N, 1, L, P + L] of attention from sequences to their prefixes and themselves, within the `window`."""
         n, length = self.sequence_rows.shape
         device = self._order.device
         steps = torch.arange(length, device=device)
@@ -317,9 +310,8 @@ class PackedLayout:
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (rows [E], begin [S], windows [S, taps]), the tables of the packed tokens that a convolution reads.
 
-        `windows[s]` has the positions of the `taps` tokens that token s reads: the `taps - 1` tokens before it in its prefix and
-        sequence (-1: none), then s. `rows` lists for each piece the `taps - 1` tokens before it (-1: none), then its own tokens.
-        `begin[s]` is the index in `rows` at which `windows[s]` begins.
+        `windows[s]` has the positions of the last `taps` tokens up to token s (-1: none). It begins at index `begin[s]` of
+        `rows`, which lists for each piece the `taps - 1` tokens before it (-1: none), then its own tokens.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -375,9 +367,9 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row's segments: (`order`, `inverse` [S], waves). A prefix is cut into segments where a sequence branches off.
 
-        A wave is a batch of padded segments that a recurrence runs at once: ((number of segments, longest length), `source`).
-        For each segment, `source` has the number of the segment that it continues, counted over all waves (-1: none). It is
-        None if all are -1. `order` has the packed positions of all waves' tokens (-1: padding); `order[inverse[s]]` is s.
+        A wave is a batch of padded segments: ((number of segments, longest length), `source`). `source` has the number of the
+        segment that each one continues, counted over all waves (-1: none); None if all are -1. `order` has the packed positions
+        of all waves' tokens (-1: padding); `order[inverse[s]]` is s.
         """
         tables, shapes = [], []
         for wave in self._waves:

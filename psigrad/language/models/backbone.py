@@ -77,22 +77,20 @@ def check_finite(network: nn.Module) -> None:
 class Pretrained(ABC):
     """A pretrained model with its tokenizer.
 
-    - `network` is transformers' model, which has the weights. With LoRA it contains the adapters' layers.
-    - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training started from an existing
-      adapter; the model without the adapter is then not the initial model.
+    - `network` is transformers' model. With LoRA it contains the adapters' layers.
+    - `adapter` is the peft wrapper that saves and merges adapters. `from_adapter` is True if training began with a saved one.
     - `why_padded` is "" if passes are packed (one row of sequences without padding), else the reason why they are padded.
-    - `train_mode` is True if passes with gradients run in training mode, for checkpointing or for the adapter's dropout.
+    - `train_mode` is True if passes with gradients run in training mode.
     - `decoder` runs packed forward passes in fused kernels. If passes are packed without it, `why_unfused` is the reason.
-    - `module_kernels` are psigrad's kernels in transformers' modules, for packed models on a CPU without a `decoder`.
+    - `module_kernels` are psigrad's kernels in transformers' modules.
     - `attention_kernel` is the attention that transformers' modules use for packed sequences. If "auto" chose "sdpa" on
       a GPU, `why_sdpa` is the reason.
-    - `compiled` is True if the layers are compiled. If compilation was requested and failed, `why_uncompiled` is the reason.
+    - `compiled` is True if the layers are compiled. If compilation failed, `why_uncompiled` is the reason.
     - `probe_texts` are the texts on which psigrad's outputs were compared with those of transformers.
-    - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the experts that sampling
-      chooses, so that training can use the same ones.
-    - `shard_root` is the module whose forward pass gathers sharded weights (`language/models/sharded.py`).
-    - `dropout_masks` has the seed and the tokens from which the masks of the adapter's dropout are computed.
-    - `sequence_group` is the group of processes that divide the tokens of each row (`psigrad_extras/mesh/ulysses.py`), or None.
+    - `load_balancing` is the auxiliary loss of a mixture-of-experts model. `router_recorder` records the chosen experts.
+    - `shard_root` is the module whose forward pass gathers sharded weights.
+    - `dropout_masks` determines the masks of the adapter's dropout.
+    - `sequence_group` is the group of processes that divide the tokens of each row, or None.
     """
 
     network: PreTrainedModel
@@ -186,9 +184,10 @@ class Pretrained(ABC):
         target_rows: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, E] of all tokens, or with `target_rows` [M] (indices into the B·S tokens) only the
-        states [M, E] at these rows. `layout` determines which tokens attend to which. A fused decoder adds its activations to
-        `keep` (without gradients), or reads them from `cached`. Routers must choose the `experts` [layers, B·S, k], if given.
+        """Return the hidden states [B, S, E], or only the states [M, E] at `target_rows` [M] (indices into the B·S tokens).
+
+        `layout` determines which tokens attend to which. A fused decoder adds its activations to `keep`, or reads them from
+        `cached`. `experts` [layers, B·S, k] are the experts that routers must choose.
         """
         following = contextlib.nullcontext() if self.router_recorder is None else self.router_recorder.follow(experts)
         if self.decoder is not None:
@@ -218,11 +217,8 @@ class Pretrained(ABC):
         return hidden if target_rows is None else hidden.flatten(0, 1).index_select(0, target_rows)
 
     def _embedded(self, input_ids: Tensor) -> tuple[Any, dict[str, Any]]:
-        """Return (the module that runs a packed pass, its keyword arguments). A text-only model gets ids.
-
-        A vision-language model gets embeddings with image features in place of image tokens. But its decoding steps on a GPU get
-        ids: they never read an image, and a CUDA graph cannot look for image tokens.
-        """
+        """Return (the module that runs a packed pass, its keyword arguments)."""
+        # Decoding steps read no image, and a CUDA graph cannot look for image tokens.
         if self.vision is None or (input_ids.shape[1] == 1 and self.device.type != "cpu"):
             return self.network.base_model, {"input_ids": input_ids}
         ids = input_ids.flatten()
@@ -305,14 +301,12 @@ class Pretrained(ABC):
     ) -> Self:
         """Choose packed or padded passes, and fused or transformers' layers. With `lora`, add the saved `adapter`, or a new one.
 
-        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model. Without LoRA, such
-        a model runs packed and fused. Any other model is tested first: packed passes and fused layers must not change outputs.
-        As in TRL, the model's own dropout is disabled, because it would change the probability ratio π/π_old; the adapter's
-        dropout is kept. Vision and audio modules are frozen, except those in `towers`.
+        `task` is the adapter's task type in peft. `is_known` is True if `fused.loader.load` loaded the model. Vision and audio
+        modules are frozen, except those in `towers`.
         """
         check_finite(self.network)
         hf, is_known = self.network, is_known and lora is None
-        switch_dropout_off(hf)
+        switch_dropout_off(hf)  # as in TRL: dropout would change the ratio π/π_old
         if is_known:
             from psigrad.language.models.hf_attention import IMPLEMENTATION
 
@@ -341,9 +335,7 @@ class Pretrained(ABC):
         return self
 
     def attend(self, choice: str) -> None:
-        """Set the attention of packed passes. "auto" means the first of "varlen", "flex" and "sdpa" that works on a GPU, and
-        "sdpa" on a CPU. Raises `UserError` if the model cannot use `choice`, or if `choice` changes outputs or gradients.
-        """
+        """Set the attention of packed passes: "varlen", "flex", "sdpa", or "auto": on a GPU the first that works, else "sdpa"."""
         attend(self, choice)
 
     def frozen_copy(self) -> Self:
@@ -410,9 +402,7 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return for each longrope (Phi) or dynamic NTK rotary embedding the length above which its angles depend on the longest
-    sequence in the pass. If the model has no embedding of these types, return [2³¹].
-    """
+    """Return for each longrope or dynamic NTK embedding the length above which its angles depend on the longest sequence."""
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
     lengths = [

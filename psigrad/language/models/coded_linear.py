@@ -108,7 +108,7 @@ def _decoder() -> Callable[..., Tensor]:
 def code_linears(network: nn.Module, kind: Kind) -> None:
     """Replace the linear layers in the transformer blocks by quantised layers, in place.
 
-    A layer is skipped if its row length is not a multiple of the codes' block size. Raises `UserError` if all are skipped.
+    A layer is skipped if its row length is not a multiple of the codes' block size.
     """
     found = False
     for name, child in list(network.named_modules()):

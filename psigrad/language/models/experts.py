@@ -1,7 +1,7 @@
 """Mixture-of-experts models: the load-balancing loss, and training with the experts that the router chose during sampling.
 
-A router sends each token to k of E experts. If two experts have nearly equal scores, rounding decides, and sampler and trainer
-may choose different ones. Their log-probs then differ by far more than rounding. Training with the sampler's choice avoids this.
+A router sends each token to k of E experts. Because of rounding, sampler and trainer may choose different ones. Their log-probs
+then differ by far more than rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoadBalancing:
 
     Formula: E · Σ_e f_e · P_e, with f_e the share of tokens sent to expert e and P_e the mean of its router probabilities
 
-    f_e and P_e are means over tokens and layers. If all experts are used equally, the loss is k, the number of experts per token.
+    If all experts are used equally, the loss is k, the number of experts per token.
 
     Source: Fedus et al. 2021, Switch Transformer, arXiv:2101.03961; transformers' `load_balancing_loss_func`.
     """
@@ -66,7 +66,7 @@ class LoadBalancing:
 def balance_of(network: Any, coefficient: float | None) -> LoadBalancing | None:
     """Return the auxiliary loss of a model; None if the coefficient is 0 or the model returns no router logits.
 
-    If `coefficient` is None, the model's configuration sets it. A `coefficient` above 0 without router logits raises `UserError`.
+    If `coefficient` is None, the model's configuration sets it.
     """
     config = network.config.get_text_config()
     own, chosen = getattr(config, "router_aux_loss_coef", None), size(config, "chosen")
@@ -110,10 +110,9 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return a router's output: (logits, weights [S, k], experts [S, k]). Inside `follow` the experts are the forced ones.
+        """Return the (logits, weights [S, k], experts [S, k]) of router number `place`, whose own output is `made`.
 
-        This is the forward hook of router number `place`. `given` and `named` are the positional and keyword arguments of the
-        router's forward pass, and `made` is its output. Inside `record`, the hook records the weights and experts.
+        This is a forward hook. `given` and `named` are the router's arguments.
         """
         if self._followed is not None:
             with FixedChoice(self._followed[place], made[0].shape[-1]):
@@ -136,13 +135,13 @@ class RouterRecorder:
     def follow(self, choices: Tensor | None) -> Iterator[None]:
         """Force the routers to choose the experts `choices` [layers, S, k]; None lets them choose freely.
 
-        The choices hold in this context or, with gradients, until the next `follow`, as the backward pass may recompute layers.
+        With gradients, the choices hold beyond this context, until the next `follow`.
         """
         before, self._followed = self._followed, choices
         try:
             yield
         finally:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # the backward pass may recompute layers
                 self._followed = before
 
     def read(self, inputs: Groups, device: torch.device) -> Tensor | None:
@@ -156,10 +155,7 @@ class RouterRecorder:
 
 
 class FixedChoice(TorchFunctionMode):
-    """A context in which a router with `count` experts chooses the experts `choices` [S, k]: `torch.topk` returns them.
-
-    All other operations are unchanged, so the router computes its weights from the scores of these experts.
-    """
+    """A context in which a router with `count` experts chooses the experts `choices` [S, k]: `torch.topk` returns them."""
 
     def __init__(self, choices: Tensor, count: int) -> None:
         super().__init__()
@@ -176,10 +172,9 @@ class FixedChoice(TorchFunctionMode):
 
 
 class Routes:
-    """The experts that routers choose in one call of a sampler, for each token of prompts and completions that the model reads.
+    """The experts that routers choose in one call of a sampler, for each token that the model reads.
 
-    The last token of a completion is never read, so no experts are chosen for it. `read` records the experts of a pass over
-    prompts, and `write` those of a decoding step. In both, `seen` is the list that `RouterRecorder.record` filled in the pass.
+    `seen` is the list that `RouterRecorder.record` filled in a pass.
     """
 
     def __init__(self, routing: RouterRecorder, sequences: int, longest: int) -> None:
@@ -221,10 +216,7 @@ def routers_of(network: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def replay_routers(model: Any) -> RouterRecorder:
-    """Set `model.router_recorder`: sampling then records the experts of each token, and training uses the same ones.
-
-    Raises `UserError` if the model has no routers or pads sequences, or if its routers cannot be made to choose given experts.
-    """
+    """Set and return `model.router_recorder`: sampling then records each token's experts, and training uses the same ones."""
     hf = model.network
     name = type(hf).__name__
     if model.why_padded:

@@ -16,10 +16,9 @@ masters and moments), `ADAPTER` if only an adapter is.
 
 
 def share_for_activations(model: str, times: int) -> float:
-    """Return a quarter of the memory that training is expected to leave free, in units of 1e9 bytes, rounded down to one decimal.
+    """Return a quarter of the memory that training is expected to leave free, in units of 1e9 bytes.
 
-    Training is expected to use `times` × the size of the weight files of `model` (a folder or hub name). If the files are not
-    on this machine, their size counts as 0.
+    Training is expected to use `times` × the size of the weight files of `model` (a folder or hub name).
     """
     files = list(Path(model).glob("*.safetensors")) if model and Path(model).is_dir() else []
     if model and not files and isinstance(cached := _cached(model), str):

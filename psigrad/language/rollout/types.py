@@ -20,9 +20,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A dataset row as a prompt: its `index`, the token `ids` of its prompt, and the `row` itself, which rewards receive.
+    """A prompt from the dataset: the `index` of its row, its token `ids`, and the `row` itself.
 
-    `teacher_ids` is the prompt of the reference model. If it is empty, the reference model reads `ids`.
+    `teacher_ids` is the prompt of the reference model; empty: `ids`.
     """
 
     index: int
@@ -143,7 +143,7 @@ class Sampler(ABC):
     ) -> Iterator[list[tuple[int, list[Completion]]]]:
         """Sample the requests. After each decoding step, yield (index, completions) for each request that it completed.
 
-        A sampler that runs the trainer's own weights may store its activations in `cache`, for training to reuse.
+        A sampler may store activations in `cache`, for training to reuse.
         """
 
     def sample(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
@@ -271,9 +271,9 @@ class ReplicaSampler(Sampler):
 
 
 class Cut(NamedTuple):
-    """An environment's text that was too long. `kind` is "cut" if it was shortened, "dropped" if the episode ended without it.
+    """An environment's text that was too long. It was shortened ("cut"), or the episode ended without it ("dropped").
 
-    `turn` is the number of policy turns before the text: 0 for the environment's first text.
+    `turn` is the number of policy turns before it.
     """
 
     turn: int
@@ -298,11 +298,10 @@ class CompletionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One completion of one prompt, with its reward, as training and `rollouts.jsonl` need it.
+    """One completion of one prompt, with its reward.
 
     It is completion number `k`, from 0, for the dataset row with index `row`. The policy sampled it after `version` training
-    steps. In an episode of several turns, the completion has the tokens of the policy and of the environment. An agent's session
-    is one trajectory, with a `Branch` for each change of context.
+    steps. In an episode of several turns, the completion has the tokens of the policy and of the environment.
     """
 
     row: int

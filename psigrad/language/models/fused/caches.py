@@ -1,10 +1,9 @@
 """Caches that are valid while no weight changes: the activations of sampled tokens, and packed weight matrices.
 
-In on-policy training, the sampler and the trainer run the same tokens through the same weights. The sampler has already computed
-the activations that the backward pass needs, and the tokens' log-probs. With these in a cache, training skips its forward pass, a
-third of the computation. Activations are looked up by token ids. The cache empties itself once a weight has changed.
+In on-policy training, the sampler and the trainer run the same tokens through the same weights. With the sampler's activations
+in a cache, training skips its forward pass, a third of the computation.
 
-Packed matrices have the memory layout that decoding kernels read. They are packed once and used in every decoding step.
+Packed matrices have the memory layout that decoding kernels read.
 """
 
 from __future__ import annotations
@@ -87,10 +86,7 @@ class Block:
         return [tuple(self.part(i, j) for j in range(len(layer))) for i, layer in enumerate(self.layout.kinds)]
 
     def write(self, start: int, layers: Layers, first: int, count: int) -> None:
-        """Copy rows `first` to `first + count` of each tensor in `layers` into this block, starting at its row `start`.
-
-        Raises `ValueError` if a tensor has too few rows or is not contiguous, or if widths or dtypes differ from this block's.
-        """
+        """Copy rows `first` to `first + count` of each tensor in `layers` into this block, starting at its row `start`."""
         given = [x for layer in layers for x in layer]
         kinds = [kind for layer in self.layout.kinds for kind in layer]
         whole = all(x.is_contiguous() and len(x) >= first + count for x in given)
@@ -137,7 +133,7 @@ class CachedCompletion:
 class ActivationCache:
     """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes. Its memory blocks are called slabs.
 
-    Once the limit is exceeded or a weight changes, it is emptied and stores nothing more. Each training step makes a new cache.
+    Once the limit is exceeded or a weight changes, it is emptied and stores nothing more.
     """
 
     def __init__(self, limit: float) -> None:
@@ -163,9 +159,9 @@ class ActivationCache:
         return len(self._taken) * SLAB
 
     def reserve(self, count: int, parts: RowLayout) -> tuple[Block, int] | None:
-        """Reserve memory for `count` rows with the layout `parts`. Return (slab, first row in the slab).
+        """Reserve memory for `count` rows. Return (slab, first row in the slab); None if `count` exceeds `SLAB`.
 
-        The caller writes the rows there and then calls `add`. Return None if `count` exceeds the slab's size, `SLAB` rows.
+        The caller writes the rows there and then calls `add`.
         """
         if count > SLAB:
             return None
@@ -173,9 +169,9 @@ class ActivationCache:
         return self._slab(slab, parts), place
 
     def add(self, count: int, parts: RowLayout, now: list[Version], layers: Layers | None = None) -> None:
-        """Add `count` rows with the layout `parts`, copied from `layers`. `now` are the versions of the weights that were used.
+        """Add `count` rows, copied from `layers`. `now` are the versions of the weights that were used.
 
-        If `layers` is None, the caller has already written the rows to the memory that `reserve` returned.
+        If `layers` is None, the rows are already in the memory that `reserve` returned.
         """
         self._versions = self._versions or now
         self.bytes += count * parts.row_bytes
@@ -237,10 +233,7 @@ _NOTHING = np.zeros(0, dtype=np.float32)
 
 
 class CacheHit:
-    """The cached activations and log-probs of one packed forward pass, in the order of its tokens.
-
-    To save memory, a layer's tensors are copied out of the cache only when the backward pass reaches the layer.
-    """
+    """The cached activations and log-probs of one packed forward pass, in the order of its tokens."""
 
     def __init__(self, slabs: list[Block], rows: Tensor, logps: CachedLogProbs) -> None:
         self.logps = logps
@@ -249,16 +242,16 @@ class CacheHit:
         self._slabs, self._where = slabs, torch.stack([slab.addresses() for slab in slabs], dim=2)
 
     def output(self, index: int, target_rows: Tensor | None = None, part: int = 0) -> Tensor:
-        """Return a tensor of layer `index` at the tokens `target_rows` [W], or at all tokens if it is None.
+        """Return a tensor of layer `index` at the tokens `target_rows` [W]; None: all tokens.
 
-        `part` is the tensor's index in `Layer.kinds`. The default, 0, is the layer's output [W, E].
+        `part` is the tensor's index in `Layer.kinds`; 0: the layer's output.
         """
         return self._gather([(index, part, self._of(target_rows))])[0]
 
     def saved_for_backward(self, index: int, target_rows: Tensor | None = None) -> tuple[Tensor | None, list[Tensor]]:
-        """Return (a layer's input, the tensors that `Layer.forward` stored), for the backward pass of layer `index`.
+        """Return (the input of layer `index`, the tensors that `Layer.forward` stored).
 
-        The first layer's input is None: it is not cached. Tensors computed after attention have only the rows `target_rows`.
+        The first layer's input is None. Tensors computed after attention have only the rows `target_rows`.
         """
         some, parts = self._of(target_rows), range(1, len(self._parts.kinds[index]))
         asked = [(index, part, some if part >= FIRST_PART_AFTER_ATTENTION else self._rows) for part in parts]
@@ -375,9 +368,9 @@ class PackedWeights:
     def of(
         self, key: Hashable, weights: Sequence[Tensor], make: Callable[[], Sequence[Projection]], products: Products
     ) -> list[PackedProjection] | None:
-        """Return the packed matrices of the layer `key`. If there are none, or `weights` have changed, pack the result of `make`.
+        """Return the packed matrices of the layer `key`; None at the memory limit or if a matrix can't be packed.
 
-        Return None at the memory limit or if a matrix can't be packed. Packing makes even one sequence decode 1.25 times as fast.
+        If there are none, or `weights` have changed, the result of `make` is packed.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
@@ -395,13 +388,11 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """Return the packed LM head. The first three calls with the same weights return None, since packing pays off only later.
-
-        Also return None if the head is larger than `HEAD_LIMIT`, or if PyTorch computes its products faster than the kernels.
-        """
+        """Return the packed LM head; None if it is not packed."""
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
         packed = None if asked == 1 else packed
+        # PyTorch multiplies float32 faster, unless `products.float32`.
         own = products.can_pack(weight) and (products.float32 or weight.dtype != torch.float32)
         if asked == _PAYS and own and weight.nbytes <= HEAD_LIMIT:
             packed = products.pack(weight)

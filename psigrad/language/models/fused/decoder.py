@@ -38,9 +38,7 @@ _LOGITS = 6
 class _LayerFunction(torch.autograd.Function):
     """The autograd function of a fused layer, with a hand-written backward pass.
 
-    If activations are `cached`, the layer does not run forward, and the backward pass reads them. The last layer then returns
-    its cached output; any other layer returns NaN, a placeholder for autograd that nothing reads. With `recompute`, the backward
-    pass runs the layer forward again. `torch.utils.checkpoint` is not used, since it imports the compiler (2 s, 40 megabytes).
+    If activations are `cached`, the layer does not run forward. With `recompute`, the backward pass runs it forward again.
     """
 
     @staticmethod
@@ -62,6 +60,7 @@ class _LayerFunction(torch.autograd.Function):
             y, parts = cached.output(layer.index, selection.output_rows), ()
         else:
             assert isinstance(how.layout, PackedLayout)
+            # a placeholder for autograd, which nothing reads
             y, parts = x.new_full((1,), torch.nan).expand(how.layout.rows, x.shape[1]), ()
         ctx.layer, ctx.how, ctx.selection, ctx.cached = layer, how, selection, cached
         ctx.recompute, ctx.parts = recompute and cached is None, len(parts)
@@ -77,7 +76,7 @@ class _LayerFunction(torch.autograd.Function):
         if ctx.cached is not None:
             own, parts = ctx.cached.saved_for_backward(ctx.layer.index, ctx.selection.output_rows)
             x = x if own is None else own
-        elif ctx.recompute:
+        elif ctx.recompute:  # `torch.utils.checkpoint` would import the compiler (2 s, 40 megabytes)
             parts = list(ctx.layer.forward(x, ctx.how, ctx.selection)[1])
         if ctx.layer.sparse:  # in the place of the logits, which the backward pass does not need
             parts[_LOGITS] = torch.zeros_like(parts[_LOGITS]) if dlogits is None else dlogits
@@ -91,10 +90,9 @@ class _LayerFunction(torch.autograd.Function):
 class Decoder:
     """The fused form of a model's decoder, from token ids to hidden states.
 
-    `recompute` is gradient checkpointing: a layer stores only its input, and runs forward again in the backward pass. With
-    `exact` the decoder computes in float32 even if the weights are bfloat16. `vision` computes the embeddings of image tokens.
-    Set `may_dequantise` to False to save memory: sampling then does not dequantise quantised layers. If the decoder cannot run
-    the model, for example because its architecture is not in `FAMILIES`, it raises `Unsupported` with the reason.
+    `recompute` is gradient checkpointing. With `exact` the decoder computes in float32 even if the weights are bfloat16. If
+    `may_dequantise` is False, sampling does not dequantise quantised layers, which saves memory. Raises `Unsupported` with the
+    reason if the decoder cannot run the model.
     """
 
     may_dequantise = True
@@ -158,8 +156,8 @@ class Decoder:
     ) -> Tensor:
         """Return the hidden states [B, S, E] of all tokens, or with `target_rows` [M] only the states [M, E] of these tokens.
 
-        Without gradients, the layers' activations are added to the cache `keep`. If `cached` is given, no layer runs forward: the
-        last layer's output is read from it. With gradients, each router's logits [B·S, experts] are appended to `router_logits`.
+        Activations are added to `keep` (without gradients), or read from `cached`. With gradients, each router's logits
+        [B·S, experts] are appended to `router_logits`.
         """
         ids, inputs = input_ids.flatten(), None
         if isinstance(layout, PackedLayout):  # compute equal tokens once; a decoding step has too few rows to benefit
@@ -227,7 +225,7 @@ class Decoder:
     def _run(self, x: Tensor, how: PassArguments, selection: Sequence[RowSelection], keep: ActivationCache | None) -> Tensor:
         """Run all layers on embeddings `x` without gradients. Return the last layer's output, and add the activations to `keep`.
 
-        `selection` has each layer's input and output rows, and `how` the other arguments of the layers.
+        `selection` has each layer's input and output rows.
         """
         now = versions(self.parameters) if keep is not None or how.layout.packed_weights is not None else []
         y = self._step(x, how, keep, now) if self.at_once and not self.in_shards else None
@@ -252,10 +250,9 @@ class Decoder:
         return x
 
     def _step(self, x: Tensor, how: PassArguments, keep: ActivationCache | None, now: list[Version]) -> Tensor | None:
-        """Run all layers on embeddings `x` in one kernel call, if this pass is a decoding step. Return the last layer's output.
+        """Run all layers on embeddings `x` in one kernel call. Return the last layer's output, and add the activations to `keep`.
 
-        Add the activations to the cache `keep`. If this is not a decoding step, or if a weight can't be packed for the kernel,
-        return None and compute nothing. `now` are the weights' current versions; outdated packed weights are packed again.
+        If this is not a decoding step, or if a weight can't be packed, return None. `now` are the weights' current versions.
         """
         packed_weights, slots, rows = how.layout.packed_weights, how.layout.slots, len(x)
         if packed_weights is None or slots is None:
@@ -307,9 +304,9 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 
 
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
-    """Return the attention `layers` that compute their own keys and values. Set their `order` to their index in the result.
+    """Return the attention `layers` that compute their own keys and values. Set the `order` of all to an index in the result.
 
-    Any other layer reuses the keys, values and `order` of the last such layer before it with the same rotary embedding (`ropes`).
+    `ropes` are the names of the layers' rotary embeddings.
     """
     latest: dict[str | None, Layer] = {}
     keyed: list[Layer] = []
@@ -345,7 +342,7 @@ def _angles(
 ) -> list[Angles]:
     """Return the cosines and sines of the rotary embeddings named in `ropes`, at the positions [1, S].
 
-    If a name is None (no rotary embedding), all `dim` angles are 0, so nothing is rotated. `like` has the computation's dtype.
+    `like` has the computation's dtype.
     """
     factors = None if family.factors is None else family.factors(config, position_ids[0].float())
     tables: dict[str | None, Angles] = {}

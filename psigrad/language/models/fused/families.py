@@ -53,14 +53,14 @@ class Family:
 
     - `window` returns a layer's sliding window in tokens, or None.
     - `rope` returns the name of a layer's rotary embedding: "" if the model has only one, None if the layer has none.
-    - `mixer` returns a layer's key in `mixers.MIXERS`, or "" for a plain `Layer` (attention without a gate, no experts).
+    - `mixer` returns a layer's key in `mixers.MIXERS`, or "" for a plain `Layer`.
     - `before` has the names of two norms: before attention and before the feed-forward layer. None: no norm.
-    - `after` has the names of two norms: after attention and the feed-forward layer. Gemma 4 has one more, for its extra input.
+    - `after` has the names of two norms: after attention and the feed-forward layer. Gemma 4 has one more.
     - `wide` is True if the query norm and the key norm each normalise all heads together.
     - `offset` is added to the weights of norms.
     - `gelu` is True if the activation is GELU (tanh approximation), False if it is SiLU.
-    - `halves` is True if the rotary embedding module returns only D/2 cosines and sines, to be used for both halves of a head.
-    - `factors` returns the factor by which the queries at each position are multiplied. If `factors` is None, they are unchanged.
+    - `halves` is True if the rotary embedding module returns only D/2 cosines and sines.
+    - `factors` returns the factor by which the queries at each position are multiplied.
     - `loads` is True if `loader.load` can read the weights.
     """
 
@@ -219,8 +219,8 @@ class LayerWeights:
     - `matrices` are those of the linear layers, then each expert's. `lora` has a LoRA term or None for each of them.
     - A group in `groups` has the indices of matrices with the same input, such as q, k and v.
     - `norms` are the weights of the norms in `Family.before` and then `Family.after`; None for a norm that the layer lacks.
-    - `mixer` are the mixer's weights that are not in `matrices`, such as those of the query and key norms.
-    - `feed` are the router's and all experts' parameters, shaped as in transformers. Each expert's matrices are views of them.
+    - `mixer` are the mixer's other weights, such as those of the query and key norms.
+    - `feed` are the router's and all experts' parameters, shaped as in transformers.
     """
 
     groups: Sequence[Sequence[int]]

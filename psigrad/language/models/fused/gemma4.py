@@ -1,8 +1,4 @@
-"""The layers of Gemma 4.
-
-Each layer normalises its attention values. In some models, the last layers reuse the keys and values of earlier layers. In some
-models, each layer has a second input besides the residual stream: a per-layer embedding of the token.
-"""
+"""The layers of Gemma 4, and their second input: a per-layer embedding of the token."""
 
 from __future__ import annotations
 
@@ -24,9 +20,9 @@ from psigrad.language.models.packing import RowSelection
 class Gemma4Layer(Layer):
     """A layer of Gemma 4. It normalises its attention values by an RMS norm without a weight.
 
-    A layer without a value matrix uses its keys as values. A layer without a key matrix reuses the keys and values of an
-    earlier layer, `source`. Let y be the output of `Layer`, and s a constant. Without an extra input, the output is s·y. With an
-    extra input p (see `LayerInputs`), the output is s·(y + n(W·(gelu(G·y) ⊙ p))), with matrices W and G and a norm n.
+    Formula: s·(y + n(W·(gelu(G·y) ⊙ p))), or s·y without an extra input p (see `LayerInputs`). y is the output of `Layer`, s
+    a constant, n a norm, and W and G are matrices. A layer without a value matrix uses its keys as values. A layer without
+    a key matrix uses the keys and values of an earlier layer, `source`.
     """
 
     projections = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("q_proj",)), (("o_proj",),))
@@ -57,8 +53,7 @@ class Gemma4Layer(Layer):
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the output, tensors for `backward`); see `Layer.forward`.
 
-        If `source` is set, the first of these tensors is [q|k|v] with the keys and values of `source`. If the layer has an extra
-        input p, three more tensors follow: W·(gelu(G·y) ⊙ p), y and [G·y|p]. The class explains these symbols.
+        With an extra input p, the last three tensors are W·(gelu(G·y) ⊙ p), y and [G·y|p]; the class explains these symbols.
         """
         weights = self._weights(how)
         y, (row, *parts) = super().forward(x, how._replace(ready={self.index: weights}), selection)
@@ -141,13 +136,14 @@ class Gemma4Layer(Layer):
     def _qkv(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return ([q|k|v] with normalised values, rotated queries and keys). `row` is [q|k|v], or [q|k] if keys are the values.
 
-        Reused keys are already rotated, and reused values normalised. `others` are the weights of the query and key norms.
+        `others` are the weights of the query and key norms.
         """
         angles, end = how.angles[self.order], self.queries + self.values
         if self.source is None:
             values = self.native.rms_norm(self._values(row), row.new_ones(self.heads.dim), self.heads.eps)
             qkv = torch.cat([row[:, :end], values.view(len(row), -1)], 1)
             return qkv, self.native.rotary(qkv, others, angles, self.heads)
+        # Reused keys are already rotated, and reused values normalised.
         alone = replace(self.heads, keys=0)
         queries = self.native.rotary(row[:, : self.queries].contiguous(), [*others, *others], angles, alone)
         return row, torch.cat([queries, row[:, self.queries : end]], 1)
@@ -167,7 +163,7 @@ class Gemma4Layer(Layer):
 class LayerInputs:
     """The layers' extra inputs p = (n(W·x / √E) + e) / √2, with a token's embedding x [E] and its row e in a second table.
 
-    W is a projection, n an RMS norm. p depends only on the token, so it can be computed once per distinct token of a packed row.
+    W is a projection, n an RMS norm.
     """
 
     def __init__(self, base: Any, native: Kernels) -> None:

@@ -65,7 +65,7 @@ def ends_in(file: Path) -> list[int]:
 def _rows(x: Any, permuted: list[int]) -> Any:
     """Put the rows of a query or key matrix into transformers' order. llama.cpp interleaves the two halves of each head.
 
-    If `permuted` is empty, the rows are in transformers' order already. Otherwise its only item is the number of heads.
+    `permuted` is [number of heads], or [] if the rows are in transformers' order already.
     """
     for heads in permuted:
         x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)

@@ -20,17 +20,14 @@ BACKEND = "inductor"
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the layers of a model if it runs packed sequences on a GPU. Layers of one kind share code for rows of any length.
-
-    Attention is not compiled, since it has its own kernels and reads the sequences' layout from the CPU's memory. If the compiled
-    layers fail, or change outputs or gradients, the layers stay uncompiled, and `model.why_uncompiled` has the reason.
-    """
+    """Compile the layers of a model. If they stay uncompiled, `model.why_uncompiled` has the reason."""
     model.why_uncompiled = _why_not(model) or _compiled(model)
     model.compiled = not model.why_uncompiled
 
 
 def _compiled(model: Any) -> str:
     """Compile the layers and return "". If this fails or changes outputs or gradients, undo it and return the reason."""
+    # Attention has its own kernels, and reads the sequences' layout from the CPU's memory.
     AttentionInterface.register(hf_attention.IMPLEMENTATION, torch.compiler.disable(hf_attention.attention))
     limit: Any = torch._dynamo.config
     limit.recompile_limit = max(VERSIONS, limit.recompile_limit)

@@ -1,8 +1,6 @@
 """One layer of the fused decoder, forward and backward.
 
-The forward pass stores the residual stream before each norm, the projections, attention's output and the log-sum-exps of its
-scores. The backward pass recomputes everything else. LoRA's matrices are multiplied separately, not merged into the layer's
-matrices. In half precision, merging would round away small updates, and removing the adapter would not restore the layer exactly.
+LoRA's matrices are not merged into the layer's matrices. In half precision, merging would round away small updates.
 """
 
 from __future__ import annotations
@@ -78,8 +76,8 @@ class PassArguments(NamedTuple):
 
     - `angles`, `keys` (keys and values that later layers reuse) and `key_gradients` are indexed by `Layer.order`.
     - `adapted` is True if LoRA is active. `balanced` is True if the loss includes the routers' load-balancing loss.
-    - `inputs[i]` is layer i's extra input (Gemma 4), in which equal tokens may share a row. `tokens` maps tokens to rows.
-    - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights from the modules.
+    - `inputs[i]` is layer i's extra input (Gemma 4). `tokens` maps tokens to its rows.
+    - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights.
     """
 
     angles: Sequence[Angles]
@@ -97,8 +95,8 @@ class Layer:
     """One fused decoder layer over rows [S, E]. `window` is its sliding window in tokens; 0: no window.
 
     Formula: h = x + r·m₁(mixer(n₁(x))),  y = h + r·m₂(down(act(gate(n₂(h))) · up(n₂(h)))). Without a feed-forward part, y = h.
-    n and m are norms (absent in some families), and r is the number `residual`. The mixer is attention; subclasses replace it.
-    `order` numbers the layers that compute keys and values. A layer that reuses keys has the number of the layer they come from.
+    n and m are norms, and r is the number `residual`. The mixer is attention; subclasses replace it. `order` is the index of the
+    keys and values that attention uses.
     """
 
     order = -1
@@ -202,10 +200,7 @@ class Layer:
         return plain
 
     def addresses(self, packed_weights: PackedWeights, adapted: bool) -> list[int] | None:
-        """Return the addresses of the layer's weights for `Kernels.decode_layers`, with those of the LoRA terms if `adapted`.
-
-        Return None if the weights cannot be packed, or if the projection of attention's output has a bias.
-        """
+        """Return the addresses of the layer's weights for `Kernels.decode_layers`; None if that kernel cannot run the layer."""
         weights = self.current_weights(adapted, packed_weights)
         if weights.packed is None or weights.packed[_OUT].bias is not None:
             return None
@@ -244,8 +239,7 @@ class Layer:
     def forward(self, x: Tensor, how: PassArguments, selection: RowSelection) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return (the layer's output [W, E], the tensors that `backward` needs besides x). `selection` picks the W output tokens.
 
-        The first tensors have a row for each of S tokens: the mixer's projections and the two results of `mix`. The others have a
-        row per output token: the residual stream after the mixer, [gate|up], and the inputs of the norms m₁ and m₂, if present.
+        The first three tensors have a row for each of S tokens, the others a row per output token.
         """
         weights = self.current_weights(how.adapted, how.layout.packed_weights) if how.ready is None else how.ready[self.index]
         plain: list[Tensor] = []
@@ -259,7 +253,7 @@ class Layer:
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
         """Return base + r·m(p) with p = x·Wᵀ and W the matrix of `group`. If there is a norm m, append p to `plain`.
 
-        `Layer` explains r and the norms. m is m₁ if `group` is `_OUT`, and m₂ if it is `_DOWN`.
+        `Layer` explains r and the norms.
         """
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
@@ -283,7 +277,7 @@ class Layer:
     def mix(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
         """Return the mixer's output [S, …] and the log-sum-exps of its scores [S, `scores`], from its projections `row` [S, …].
 
-        For attention, `row` is [q|k|v]. `others` are the mixer's other weights: for attention, those of the q and k norms.
+        In this class, `row` is [q|k|v], and `others` are the weights of the query and key norms.
         """
         rotated = self.native.rotary(row, others, how.angles[self.order], self.heads)
         return how.layout.mix(self, rotated, row)
@@ -317,8 +311,8 @@ class Layer:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return (the gradient of x, a list of the gradients of `weights`). A frozen matrix has None in place of a gradient.
 
-        `learns` is True for each weight that needs a gradient. `kept` has the tensors from `forward`; each is removed from the
-        list and freed after its last use. If `overwrite` is True, gradients may overwrite these tensors.
+        `learns` is True for each weight that needs a gradient. `kept` has the tensors from `forward`, which are removed from it.
+        If `overwrite` is True, gradients may overwrite them.
         """
         weights = self.current_weights(how.adapted) if how.ready is None else how.ready[self.index]
         made = WeightGradients(self, weights, learns)
@@ -337,7 +331,7 @@ class Layer:
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
         """Return the gradient of `feed`'s input from the gradient `dy` of its output. Add the gradients of the weights to `made`.
 
-        The tensors that `feed` returned are removed from `kept`. If `overwrite` is True, gradients may overwrite them.
+        For `kept` and `overwrite` see `backward`.
         """
         middle, both, weights = kept.pop(0), kept.pop(0), made.weights
         dout = made.before_residual(1, dy, kept)
@@ -390,9 +384,9 @@ class WeightGradients:
             self.norms[which] = self._norm(which, dx, x, dnormed)
 
     def before_residual(self, which: int, dy: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return the gradient of p in `Layer._join`. `dy` is the gradient of base + r·m(p), the result of `_join`.
+        """Return the gradient of p in `Layer._join` from the gradient `dy` of its result.
 
-        The norm m is `weights.norms[2 + which]`. If m is not None, p is popped from the end of `plain`.
+        If there is a norm, p is popped from `plain`.
         """
         dy = dy if self.layer.residual == 1.0 else dy * self.layer.residual
         if self.weights.norms[2 + which] is None:

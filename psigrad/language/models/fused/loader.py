@@ -1,7 +1,6 @@
 """The loader of weights for architectures that the fused decoder supports.
 
-The test suite compares these architectures with transformers' modules, so a run need not compare them again when it starts.
-Weights are read one at a time into transformers' model. They can therefore be quantised while they are read.
+Tests compare these architectures with transformers' modules, so a run need not compare them again.
 """
 
 from __future__ import annotations
@@ -75,11 +74,10 @@ def load(
 ) -> tuple[PreTrainedModel, list[str]] | None:
     """Load the model at `path` (a folder or a hub name). Return (the model, the names of weights that its files lack).
 
-    Return None if the fused decoder or this loader does not support the model; the caller must then load it with transformers.
-    If `mapped`, weights that already have this dtype are memory-mapped, which suits a process that soon frees most of them. If
-    a format `kind` is given, the layers' matrices are quantised to it one by one as they are read. If `scalar`, load a reward
-    model or critic; a head that is missing from the files is drawn from N(0, initializer_range²). Raises `OSError` if the model
-    is not cached and the hub does not answer. Raises `ValueError` if a tensor's shape differs from the configuration.
+    Return None if the model is not supported; the caller must then load it with transformers. If `mapped`, weights that
+    already have this dtype are memory-mapped. If a format `kind` is given, the layers' matrices are quantised to it. If
+    `scalar`, load a reward model or critic; a missing head is drawn at random. Raises `OSError` if the model is not cached
+    and the hub does not answer.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **({"num_labels": 1} if scalar else {}))
@@ -154,9 +152,9 @@ def _of_gguf(path: str, config: PreTrainedConfig, wanted: set[str]) -> Iterator[
 def _code_layers(
     places: Mapping[str, str], wanted: Iterable[str], dtype: torch.dtype, kind: Kind
 ) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
-    """Yield (name, tensor) for the `wanted` tensors one by one. `places` maps a tensor's name to its safetensors file.
+    """Yield (name, tensor) for the `wanted` tensors, cast to `dtype`. The layers' matrices are quantised to the format `kind`.
 
-    Each tensor is cast to `dtype`. The layers' matrices are then quantised to the format `kind`; see `coded_linear.code_linears`.
+    `places` maps a tensor's name to its safetensors file.
     """
     for name in wanted:
         with safe_open(places[name], "pt") as alone:  # closing the file frees its pages

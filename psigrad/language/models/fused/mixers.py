@@ -1,9 +1,4 @@
-"""Mixers of fused layers: recurrences, convolutions, MLPs, and attention with gates or sinks. `Layer` has plain attention.
-
-C++ kernels run a recurrence once over a prompt, and all completions of the prompt continue from its last state. For the backward
-pass, a `StateLayer` keeps its input projections, from which the mixer is computed again and differentiated by autograd. It also
-keeps the mixer's output, which the gradient of the output projection's matrix needs.
-"""
+"""Mixers of fused layers: recurrences, convolutions, MLPs, and attention with gates or sinks. `Layer` has plain attention."""
 
 from __future__ import annotations
 
@@ -166,8 +161,8 @@ class ConvolutionLayer(StateLayer):
 class DeltaRuleLayer(StateLayer):
     """A gated delta net (Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464), with the projections [q|k|v|z|b|a].
 
-    q, k and v pass through a short convolution with SiLU, then through `DeltaRule` with β = sigmoid(b) and
-    g = -exp(A_log)·softplus(a + dt_bias). The output is normalised and multiplied by silu(z).
+    q, k and v pass through a short convolution with SiLU, then through `DeltaRule`. The output is normalised and multiplied
+    by silu(z).
     """
 
     mixer = ("linear_attn",)
@@ -189,8 +184,8 @@ class DeltaRuleLayer(StateLayer):
 class Mamba2Layer(StateLayer):
     """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), with the projections [z|x|B|C|Δ].
 
-    x, B and C pass through a short convolution with SiLU. `Mamba2` then computes o, with softplus(Δ + dt_bias) as its time step.
-    The result is norm((o + D·x) ⊙ silu(z)), with one trained number D per head.
+    x, B and C pass through a short convolution with SiLU, then through `Mamba2`, which computes o. The result is
+    norm((o + D·x) ⊙ silu(z)), with one trained number D per head.
     """
 
     mixer = ("mamba", "mixer")

@@ -1,7 +1,6 @@
 """Mixtures of experts in fused layers, instead of a feed-forward layer.
 
-The experts of each token are chosen by transformers' router module, whose hooks can record and replace its choice. The (token,
-expert) pairs are sorted by expert, so each expert processes all its tokens in one matrix product.
+The experts of each token are chosen by transformers' router module, whose hooks can record and replace its choice.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class ExpertLayer(Layer):
     def _route(self, normed: Tensor, given: Sequence[Tensor], again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return the router's (logits [W, experts], weights w_e [W, k], chosen experts [W, k]) for W tokens, `normed` [W, E].
 
-        `given` are the router's parameters. The backward pass sets `again`, which disables the hooks that record or set choices.
+        `given` are the router's parameters. `again` disables the hooks that record or set choices.
         """
         router = getattr(self._mlp, self.router)
         names = [f"router.{name}" if again else name for name in self._names]
@@ -190,7 +189,7 @@ class ExpertLayer(Layer):
     def _learn(self, made: WeightGradients, dys: Sequence[Tensor], xs: Sequence[Tensor], pairs: _Pairs) -> list[Tensor | None]:
         """Return the gradients of the experts' [gate|up] and down matrices (None if frozen), then of their biases, if any.
 
-        `dys` are the gradients of these matrices' outputs, and `xs` the matrices' inputs, with one row per pair.
+        `dys` are the gradients of these matrices' outputs, and `xs` their inputs, with one row per pair.
         """
         found: list[Tensor | None] = []
         first = len(self._linear) + sum(norm is not None for norm in made.weights.norms) + len(self.others) + len(self._names)
