@@ -73,10 +73,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(cls: type[T], command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, about: str = "") -> T:
-    """Parse settings from `--config FILE`, `a.b=c` and flags. Help starts with `about`, or with the docstring of `cls`.
+    """Return settings of class `cls` from arguments. The help text starts with `about`, or with the docstring of `cls`.
 
-    A setting takes its value from the first of these that has it: flags, overrides (`a.b=c`), the file, `defaults`, the class.
-    --help prints the help and exits. Raises `UserError` for an unknown name; the message suggests a similar one.
+    A setting takes its value from the first of these that has it: flags, overrides (`a.b=c`), the --config file, `defaults`, the
+    class.
     """
     parser = _parser(cls, command, defaults or {}, every="--help-all" in arguments, texts=asks_for_help(arguments))
     parser.description = about or parser.description
@@ -103,7 +103,7 @@ def parse_plain(usage: str, arguments: Sequence[str], defaults: Mapping[str, Any
 
     `usage` is the command with its positional arguments, such as "report RUN [RUN ...]". Their values are the list "names" in the
     result. A flag whose default is a tuple takes several values. A line of `about` such as "--seed: seed of the data" is the help
-    text of a flag; all other lines describe the command. Raises `UserError` for unknown flags or a wrong number of arguments.
+    text of a flag; all other lines describe the command.
     """
     lines = about.splitlines()
     texts = dict(line.split(": ", 1) for line in lines if line.startswith("--"))
@@ -191,11 +191,7 @@ def _number_of(kind: Callable[[str], T], text: str) -> T:
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
-    """Raise `UserError` for the first of the arguments in `rest`, which the parser does not know. Do nothing if `rest` is empty.
-
-    For a flag, the message names the setting of `cls` that replaces it, or else the training methods that have it, or else the
-    most similar flag. For an argument that is not a flag, the message says that it should be a flag or `expected`.
-    """
+    """Raise `UserError` for the first of the unknown arguments in `rest`, if any. Only flags and `expected` are allowed."""
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
@@ -238,7 +234,7 @@ def _read(value: Any, hint: Any, name: str) -> Any:
 def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bool, texts: bool) -> _Parser:
     """Return the parser of a command with the settings class `cls`. Help lists the settings marked `MAIN`, or all if `every`.
 
-    `defaults` is {setting: a method's default}. If no help will be printed, `texts` is False, which saves reading the help texts.
+    `defaults` is {setting: a method's default}. `texts` is False if no help will be printed.
     """
     numbers = {name: f"{name}={setting.default}" for name, setting in settings_of(cls).items() if setting.type in _NUMBERS}
     example = "optim.learning_rate=1e-5" if "optim.learning_rate" in numbers else next(iter(numbers.values()), "name=value")
@@ -264,7 +260,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists the flags for parts that `method` has: the main ones, or all if `every`. A flag for any other part is an error.
+    Help lists the flags for parts that `method` has: the main ones, or all if `every`.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser

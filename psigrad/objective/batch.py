@@ -23,11 +23,8 @@ _NUMBERS = tuple(name for name in PER_STEP if name not in ("mask", "rewarded"))
 
 
 def zero_outside(mask: Tensor, x: Tensor) -> Tensor:
-    """Return x where mask is True, 0 elsewhere. Values outside the mask, even NaN and inf, affect neither result nor gradient.
-
-    Multiplying by the mask fails: 0 · NaN = NaN. Masking the result of a function fails too: the gradient of
-    where(mask, exp(x), 0) at a masked x = inf is 0 · inf = NaN. So mask first and compute afterwards.
-    """
+    """Return x where mask is True, 0 elsewhere. Mask before exp, not after, or a masked inf gives a NaN gradient."""
+    # not x · mask: 0 · NaN = NaN
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -55,11 +52,10 @@ def terminal(score_N: Tensor, mask_NT: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N collected trajectories. Algorithms read every field but `inputs`. Steps at which `mask` is False are called masked.
+    """N collected trajectories. Steps at which `mask` is False are called masked.
 
-    On construction every float tensor [N, T] is detached, copied, cast to at least float32, and set to 0 on masked steps. No
-    algorithm can then read the numbers of padding or of an environment's text. A reward on a masked step is therefore lost: put
-    it on the previous unmasked step, as `terminal` does.
+    On construction every float tensor [N, T] is detached, copied, cast to at least float32, and set to 0 on masked steps. A
+    reward on a masked step is therefore lost: put it on the previous unmasked step.
     Errors: ValueError if a tensor has the wrong shape or `mask` is not boolean.
     """
 
@@ -194,10 +190,7 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. `+` adds field by field.
-
-    Losses divide by these numbers, never by a micro-batch's size. So the gradient is the same for any number of micro-batches.
-    """
+    """Numbers of sequences and tokens in one optimiser step, over all its micro-batches and ranks. Losses are divided by them."""
 
     sequences: int = 0
     """Number of kept rows."""
@@ -253,9 +246,9 @@ class Prepared:
         return replace(self, batch=batch, keep=of_rows(self.keep), needs_gradient=of_rows(self.needs_gradient), **per_step)
 
     def steps(self) -> Prepared:
-        """Return each unmasked step of the kept rows as a row of its own, for minibatches of steps. Omit `inputs` and `parts`.
+        """Return each unmasked step of the kept rows as a row of its own, without `inputs` and `parts`.
 
-        Use it only with the token ratio and the token_mean aggregate. Other ratios and aggregates need whole rows.
+        Use it only if the loss of a step does not depend on the other steps of its row.
         """
         mask = self.batch.mask & self.keep[:, None]
         at = mask.flatten().nonzero()[:, 0]  # computed once: every boolean index would search again
@@ -317,19 +310,14 @@ def group_max(x_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def all_equal(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return [N] bool: True if every x of the row's group is exactly the same number.
-
-    A test of `std == 0` fails here: the float mean of eight times 0.1 is not 0.1, so the std is not 0.
-    """
+    """Return [N] bool: True if all x of the row's group are equal."""
+    # not `std == 0`: the float mean of eight times 0.1 is not 0.1
     return group_min(x_N, group_N) == group_max(x_N, group_N)
 
 
 def centre(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Return [N]: x minus the mean x of the row's group; exactly 0.0 if all x of the group are equal.
-
-    Subtracting the least x first changes nothing in exact arithmetic, and gives exact zeros for equal x.
-    """
-    above_N = x_N - group_min(x_N, group_N)
+    """Return [N]: x minus the mean x of the row's group; exactly 0.0 if all x of the group are equal."""
+    above_N = x_N - group_min(x_N, group_N)  # subtracted first: equal x then give exact zeros
     return above_N - group_sum(above_N, group_N) / group_size(group_N)
 
 
@@ -365,7 +353,7 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return the share of the returns' variance that the critic explains: 1 is a perfect critic, 0 or less a useless one.
+    """Return the share of the returns' variance that the critic explains.
 
     Formula: 1 − Var(R − V) / Var(R), over the steps where mask [N,T] is True; 0 if the returns do not vary.
     """
@@ -377,10 +365,7 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> float:
 def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> Tensor:
     """Return y_t = x_t + discount · y_{t+1} on unmasked steps, where t + 1 is the next unmasked step; 0 on masked steps.
 
-    `discount` is a number or a tensor [N]. For rewards x, y is the reward-to-go. For TD errors x and the discount γλ, y is GAE.
-
-    For T up to `_FEW` and one discount for all rows, x is multiplied by a matrix of the discount's powers. Otherwise log₂ T
-    passes do the work of T: with d the discount and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x.
+    `discount` is a number or a tensor [N].
     """
     within, n_steps = inside(mask_NT), x_NT.shape[1]
     y_NT, holes = within(x_NT), _holes(mask_NT)
@@ -391,7 +376,7 @@ def discounted_sum(x_NT: Tensor, mask_NT: Tensor, discount: float | Tensor) -> T
         discount = discount[:, None].to(y_NT.dtype)
     if n_steps <= _FEW and y_NT.is_floating_point() and not isinstance(discount, torch.Tensor):
         y_NT = y_NT @ _powers(n_steps, discount, y_NT.dtype, y_NT.device)
-    else:
+    else:  # with d the discount and S the shift by one step, y = (1 − dS)⁻¹·x = …(1 + d⁴S⁴)(1 + d²S²)(1 + dS)·x
         shift = 1
         while shift < n_steps:
             later_NT = torch.nn.functional.pad(y_NT[:, shift:], (0, shift))

@@ -1,7 +1,7 @@
-"""The policy-gradient methods. Each is declared once: its name, its summary, its parts with the paper's values, and its settings.
+"""The policy-gradient methods: the name, the summary, the parts and the settings of each.
 
-Where TRL's default differs, the comment above a method says so. Every loss except DR_GRPO's is scaled so that TRL's learning
-rates apply. DR_GRPO divides by `aggregate.n`; set it to max_completion_length for TRL's scale.
+Where TRL's default differs, the comment above a method says so. TRL's learning rates apply to all methods. For DR_GRPO, first
+set `aggregate.n` to max_completion_length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Import torch on first use, not at the start: the import takes seconds, and help texts and settings do not need torch.
+"""Import torch on first use, because the import takes seconds.
 
 Modules needed for help texts or settings use `from psigrad.objective.lazy_torch import Tensor, torch`, not `import torch`.
-This `torch` is a placeholder. It is not in `sys.modules`, so `import torch` works as usual elsewhere.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
     loss = Σ_{i,t} w_{i,t}·(c_{i,t}·L(log π_{i,t}, log ρ_{i,t}, A_{i,t}) + β·KL_{i,t}) − c_H·mean(entropy) + c_V·mean(value error)
 
 `aggregate` gives w, `correction` c_{i,t}, `surrogate` L, `ratio` log ρ, `psi` A, `kl` β·KL, `entropy` c_H, and `critic` c_V.
+If `kl.where` is "reward", β·KL is instead subtracted from the reward.
 
-prepare: if `kl.where` is "reward", subtract β·KL from the reward instead of adding it to the loss. Then compute the advantages of
-the whole collected batch, and choose rows and steps with `keep`.
+prepare: compute the advantages of the whole collected batch, and choose rows and steps with `keep`.
 totals: count the sequences and tokens of one optimiser step.
 loss: compute the loss of any micro-batch of this step.
-The trainer owns the schedule (epochs, minibatches, learning rate).
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ class PolicyGradient:
     def prepare(self, batch: Batch, state: State, *, metrics: bool = True) -> Prepared:
         """Compute the advantages, the filters and the new state for a whole collected batch.
 
-        `metrics=False` saves time on small batches: it skips the metrics, unless an adaptive KL coefficient reads them.
+        `metrics=False` skips the metrics, which saves time on small batches.
         Errors: ValueError if a number of the batch is not finite, if no group has `min_group_size` rows, or if the batch lacks a
         field that a part reads.
         """
@@ -213,7 +212,7 @@ class PolicyGradient:
         # Rewards may be float64 until here, although log-probs are float32: float32 would make close rewards equal.
         advantage = advantage.detach().to(batch.logp_old.dtype)
         advantage = advantage if batch.is_full else zero_outside(batch.mask, advantage)
-        keep, counts, marks = self._choose(batch, advantage)
+        keep, counts, marks = self._choose(batch, advantage)  # filters read the rewards without a KL penalty
         beta = None if self.kl is None else self.kl.coefficient
         adapts = isinstance(beta, ratio.adaptive)
         figures = self._batch_metrics(batch, shaped, keep, counts, state) if metrics or adapts else {}
@@ -231,11 +230,7 @@ class PolicyGradient:
         return Prepared(batch, advantage, keep, needs_gradient, figures, new_state, returns, counts, marks)
 
     def _choose(self, batch: Batch, advantage: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return three fields of `Prepared`: `keep` [N], True for rows to train on, and `counts` and `marks` [N, T].
-
-        `counts` is a mask, False on steps that a filter drops from the surrogate loss; None if no filter drops single steps.
-        `marks` is the mask or the weights that the surrogate's method `marks` returns; None if the surrogate has no such method.
-        """
+        """Return (keep, counts, marks), three fields of `Prepared`."""
         keep, counts = batch.present, None
         for part in self.keep:
             found = part(batch, advantage) if "advantage" in needs_of(part) else part(batch)
@@ -261,8 +256,7 @@ class PolicyGradient:
     def loss(self, prepared: Prepared, evaluation: PolicyOutputs, totals: Totals, state: State, *, metrics: bool = True) -> Loss:
         """Compute a micro-batch's share of an optimiser step's loss. `totals` are the step's numbers of sequences and tokens.
 
-        The loss is the policy's, plus the critic's if there is one. If `metrics` is False, the clip fractions, the approximate KL
-        and the entropy are not computed, which speeds up loops of many small steps.
+        `metrics=False` skips the clip fractions, the approximate KL and the entropy, which saves time on small batches.
         Errors: ValueError if the batch or the evaluation lacks a field that a part reads.
         """
         policy = self.policy_loss(prepared, evaluation, totals, state, metrics=metrics)
@@ -340,9 +334,9 @@ class PolicyGradient:
         return isinstance(self.surrogate, kl_penalty) and self.surrogate.target is not None
 
     def adapt(self, prepared: Prepared, logp: Tensor) -> dict[str, float]:
-        """Return the state with the coefficient of `kl_penalty` adapted to KL(π_old‖π). Call this after all passes over a batch.
+        """Return the state with the coefficient of `kl_penalty` adapted to the KL. Call this after all passes over a batch.
 
-        π_old collected the batch. π is the new policy, whose log-probs are `logp` [N, T].
+        `logp` [N, T] are the log-probs of the new policy.
         """
         kept = prepared.batch.mask & prepared.keep[:, None]
         assert isinstance(self.surrogate, kl_penalty)

@@ -8,11 +8,11 @@ from torch.nn.functional import one_hot, smooth_l1_loss
 
 
 def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) -> Tensor:
-    """Return [M, A]: the target of Q(s_t, a_t) for each possible next action a'. `td_target` then selects one in each row.
+    """Return [M, A]: the target of Q(s_t, a_t) for each possible next action a'.
 
     Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]
 
-    An episode that was only cut by its time limit is not terminated, so the value of its next state is added.
+    An episode that was cut by its time limit is not terminated.
 
     Source: Mnih et al. 2015, Nature 518.
     """
@@ -21,10 +21,10 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
 
 def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
-    """Return y [M]: one target from each row of `worth` [M, A], the result of `back_up`.
+    """Return y [M]: the target in each row of `worth` [M, A] whose action has the greatest `choosing_q` [M, A].
 
-    Without `choosing_q`, it is the greatest of its row. With `choosing_q` [M, A], it is the target of the action with the
-    greatest `choosing_q`; Double DQN passes the learning network's Q(s', ·).
+    `worth` is the result of `back_up`. Without `choosing_q`, y is the greatest target of each row. For Double DQN, pass the
+    learning network's Q(s', ·).
 
     Source: van Hasselt et al. 2016, arXiv:1509.06461.
     """
@@ -34,7 +34,7 @@ def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
 
 
 def q_loss(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
-    """Return the mean Huber loss (δ = 1) between Q(s_t, a_t), the entry of `q` [M, A] at `action` [M], and the `target` y [M].
+    """Return the mean Huber loss (δ = 1) between Q(s_t, a_t), which is `q` [M, A] at `action` [M], and the `target` y [M].
 
     Formula: mean of ½·d² where |d| < 1 and |d| − ½ elsewhere, d = Q(s_t, a_t) − y
     """

@@ -1,8 +1,4 @@
-"""The gradient of a loss in closed form, for small networks, where a node of the autograd graph costs more than its arithmetic.
-
-The closed form covers batches without masked steps, the surrogates `score`, `unclipped` and `clip`, an entropy bonus and the
-critic's squared error. All other cases use autograd through `PolicyGradient.loss`. Tests compare the closed form with it.
-"""
+"""The gradient of some methods' losses in closed form, which is faster than autograd for small networks."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from psigrad.objective.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The closed-form gradient of the loss on given steps. It serves many updates: no field depends on the current weights.
+    """The closed-form gradient of the loss on given steps.
 
     Formulas, with w the aggregate's weights, A the advantage, ρ = π/π_old, H the entropy, V the critic's value, R its target,
     c_H and c_V the coefficients of entropy and critic, and n the number of steps:

@@ -2,8 +2,7 @@
 
     max_s gᵀs  subject to  ½·sᵀFs ≤ δ:   s = √(2δ / xᵀFx)·x with Fx = g; g the gradient, F the Fisher information matrix
 
-The step s is then shortened until the true KL is within δ and the true objective improves. Source: Schulman et al. 2015,
-TRPO, arXiv:1502.05477, sections 5, 6 and appendix C.
+Source: Schulman et al. 2015, TRPO, arXiv:1502.05477, sections 5, 6 and appendix C.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Product = Callable[[Tensor], Tensor]
 def conjugate_gradients(product: Product, b: Tensor, steps: int, tolerance: float = 1e-10) -> Tensor:
     """Return x with A·x ≈ b for a symmetric positive definite matrix A. `product` is the function v -> A·v.
 
-    The iteration stops after `steps` rounds, or when |b − A·x|² ≤ tolerance · |b|². In exact arithmetic, len(b) rounds suffice.
+    The iteration stops after `steps` rounds, or when |b − A·x|² ≤ tolerance · |b|².
 
     Source: Hestenes and Stiefel 1952.
     """
@@ -78,9 +77,8 @@ def step(
 ) -> TrustRegionStep:
     """Return the trust-region step along F⁻¹·g, with g the `gradient` of the objective to maximise.
 
-    `product` is v -> F·v for the Fisher matrix F. At most `cg_steps` iterations of conjugate gradients compute F⁻¹·g.
-    `measure(shift)` returns (improvement, mean KL) of the policy with `shift` added to its parameters. The step is multiplied by
-    `shrink` until it improves the objective with a KL of at most `max_kl`. After `tries` failures, the returned shift is zero.
+    `product` is v -> F·v for the Fisher matrix F. `measure(shift)` returns (improvement, mean KL) of the policy with `shift`
+    added to its parameters. The step is multiplied by `shrink` until it improves the objective with a KL of at most `max_kl`.
     """
     direction = conjugate_gradients(product, gradient, cg_steps)
     curvature = float(direction @ product(direction))

@@ -1,8 +1,7 @@
-"""The psi slot: Batch -> advantage A [N,T], the factor of grad log π(a_t|s_t), for N trajectories of at most T steps.
+"""The psi slot: a function Batch -> advantage A [N,T], the factor of grad log π(a_t|s_t).
 
-An advantage never carries gradient. A psi lists in `needs` all that it needs besides rewards: "value" (a critic's values),
-"action_value" (the values of a critic of actions), "group" (several trajectories per group) or "parts" (the output of each
-reward function, in the batch's `parts`). A custom psi can be any function Batch -> Tensor [N,T].
+A psi lists in `needs` what it needs besides rewards: "value" (a critic's values), "action_value" (the values of a critic of
+actions), "group" (several trajectories per group) or "parts" (`Batch.parts`).
 """
 
 from __future__ import annotations
@@ -158,8 +157,6 @@ def batch_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = R_i − (1/N)·Σ_j R_j, over the N trajectories j of the batch
 
-    The mean contains R_i, so the expected gradient is the true one times (N − 1)/N. Its direction is right.
-
     Source: Williams 1992; Ahmadian et al. 2024, arXiv:2402.14740.
 
     >>> show(batch_mean(outcomes(1, 0, 0, 0)))
@@ -173,8 +170,6 @@ class moving_average(StatefulPsi):
     """The return minus the moving average of the returns of earlier batches.
 
     Formula: A_t = R_i − b;  after batch n: m ← decay·m + (1 − decay)·mean_batch(R),  b = m / (1 − decay^n); m and b start at 0
-
-    The baseline b never contains R_i, so it does not change the expected gradient.
 
     Source: Williams 1992 (reinforcement comparison); Ahmadian et al. 2024, arXiv:2402.14740.
 
@@ -222,11 +217,11 @@ def leave_one_out(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class group_mean:
-    """The return minus the mean return of its group, divided by the group's standard deviation unless `std` is false.
+    """The return minus the mean return of its group, divided by the group's standard deviation if `std` is true.
 
     Formula: A_t = (R_i − mean(R)) / (std(R) + eps), or R_i − mean(R) if std is false
 
-    For a group of G completions, the variance divides by G − 1. A group with equal returns has advantage exactly 0.
+    For a group of G completions, the variance divides by G − 1.
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, section 4.1; std off: Liu et al. 2025, Dr. GRPO, arXiv:2503.20783.
 
@@ -255,7 +250,7 @@ class group_mean:
 
 
 def best_of_group(batch: Batch) -> Tensor:
-    """An advantage of 1 for the best completion of each group (the earliest of several equal ones), and 0 for all others.
+    """An advantage of 1 for the best completion of each group (the first of equal ones), and 0 for all others.
 
     Formula: A_t = 1 if R_i is the greatest of its group, else 0
 
@@ -357,7 +352,7 @@ class k_step:
 
 @dataclass(frozen=True)
 class gae:
-    """Generalised advantage estimation: lam = 0 is the TD residual, lam = 1 is the Monte Carlo return minus V.
+    """Generalised advantage estimation: a discounted sum of TD residuals.
 
     Formula: A_t = Σ_l (γ·λ)^l · δ_{t+l}, δ_t = r_t + γ·V(s_{t+1}) − V(s_t)
 
@@ -380,7 +375,7 @@ class gae:
 
 @dataclass(frozen=True)
 class length_gae:
-    """Generalised advantage estimation. λ_i grows with trajectory i's number of steps |y_i|, so late rewards reach early steps.
+    """Generalised advantage estimation with a λ_i that grows with the length of trajectory i.
 
     Formula: A_t = Σ_l (γ·λ_i)^l · δ_{t+l}, δ_t = r_t + γ·V(s_{t+1}) − V(s_t), λ_i = max(0, 1 − 1/(α·|y_i|))
              |y_i| is the number of steps of trajectory i, α is `alpha`

@@ -1,12 +1,11 @@
 """The aggregate slot, which sets the weight of each step, and the keep slot, which filters trajectories and steps.
 
 aggregate: (mask [N,T], totals) -> weights [N,T]; the loss is Σ weights · per-step loss. `totals` counts the sequences and steps
-of the whole optimiser step, so the gradient is the same for any number of micro-batches. Weights are float64; `loss` casts them.
+of the whole optimiser step.
 
-keep: Batch -> bool [N], the trajectories that are trained on, or bool [N,T], the steps that the surrogate sees. Filters run after
-the advantages are computed, and read the rewards without a KL penalty. A dropped trajectory counts in no total. A dropped step
-still counts in the totals and in the KL term, as in the filters' papers, so it makes the surrogate's loss smaller. A filter with
-"advantage" in its `needs` is also passed the advantage [N,T]. A filter with "entropy" in its `needs` reads the batch's `entropy`.
+keep: Batch -> bool [N], the trajectories that are trained on, or bool [N,T], the steps that the surrogate sees. A dropped step
+still counts in the totals and in the KL term. A filter with "entropy" in its `needs` reads `Batch.entropy`. A filter with
+"advantage" in its `needs` is also passed the advantage [N,T].
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def token_mean(mask: Tensor, totals: Totals) -> Tensor:
 
 
 def sequence_mean(mask: Tensor, totals: Totals) -> Tensor:
-    """The mean over the steps of each sequence, then over sequences. A step of a long sequence weighs less.
+    """The mean over the steps of each sequence, then over sequences.
 
-    Formula: w_t = 1 / (number of sequences · |y|), where |y| is the number of steps in the sequence of step t
+    Formula: w_t = 1 / (number of sequences · |y|), where |y| is the sequence's number of steps
 
     Source: Shao et al. 2024, GRPO, arXiv:2402.03300, eq. 3; TRL loss_type "grpo".
 
@@ -89,13 +88,10 @@ Keep = Callable[..., Tensor]
 
 
 def has_signal(batch: Batch) -> Tensor:
-    """Drop each group whose trajectories all have the same value M. The trainer then collects other groups.
+    """Drop each group whose trajectories all have the same value M.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
              M_i is R_i before the penalty of `soft_overlong`; with `--filter-metric NAME`, the value of reward function NAME
-
-    A test of the standard deviation would keep eight rewards of 0.1, whose deviation is not 0 after rounding. As in the paper,
-    choose correctness as M. With a length penalty in M, a group of right answers is kept although it teaches only length.
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 
@@ -146,7 +142,7 @@ class top_k:
 
 @dataclass(frozen=True)
 class top_entropy:
-    """Train only on the batch's steps at which the policy was least sure. All other steps still count in the loss's denominator.
+    """Train only on the batch's steps at which the policy was least sure.
 
     Formula: keep t  ⇔  H(π_old(·|s_t)) is at least the (1 − share) quantile of this entropy over all steps of the batch
 
@@ -178,15 +174,13 @@ class top_entropy:
 
 @dataclass(frozen=True)
 class clip_covariance:
-    """Drop at random a few tokens that would lower the entropy: likely ones of high advantage, or unlikely ones of low advantage.
+    """Drop at random a few tokens that would lower the policy's entropy.
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
              of the tokens with low < C_t < high, drop share · (number of all tokens) at random, but at least one
              dropped tokens still count in w_t
 
-    A hash of the log-probs makes the random choice, so the same tokens are dropped whatever the order of the batch's rows.
-
-    Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov (which recomputes C_t for every micro-batch).
+    Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov.
 
     >>> clip_covariance(share=0.5)(outcomes(1, 0, logp_old=[[-0.1], [-3.0]]), row(2, -2).T).tolist()
     [[True], [False]]
@@ -211,6 +205,7 @@ class clip_covariance:
         cost = step_covariance(batch.logp_old, advantage, batch.mask)
         places = ((cost > self.low) & (cost < self.high) & batch.mask).flatten().nonzero()[:, 0]
         count = max(int(self.share * int(batch.mask.sum())), 1)
+        # a hash, so that the choice does not depend on the order of the rows
         bits = batch.logp_old.float().view(torch.int32).long()
         keys = scramble(bits.flatten()[places] + bits.sum())
         kept = batch.mask.flatten().clone()

@@ -48,8 +48,6 @@ class bonus:
 
     Formula: − c_H · (1 / number of steps) · Σ_t H(π(·|s_t))
 
-    The bonus is a mean over steps whatever the `aggregate`, so c_H (`coefficient`) has the same effect in every method.
-
     Source: Williams and Peng 1991; Mnih et al. 2016, A3C, arXiv:1602.01783; TRL entropy_coef.
     """
 

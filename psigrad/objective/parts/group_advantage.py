@@ -28,8 +28,6 @@ class group_mean_batch_std:
 
     Formula: A_t = (R_i − mean_group(R)) / (std_batch(R) + eps)
 
-    The group's own standard deviation is small for easy and for hard prompts. Dividing by it would enlarge their advantages.
-
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (global normalisation); TRL scale_rewards "batch".
 
     >>> show(group_mean_batch_std()(outcomes(1, 0, 0, 0)))
@@ -53,9 +51,6 @@ def length_weighted_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = R_i − Σ_j |y_j|·R_j / Σ_j |y_j|, over the completions j of the group, with |y_j| steps
 
-    This baseline has the least variance if the squared norm of ∇log π(y) grows in proportion to the length of y. It contains R_i,
-    so the expected gradient is not exactly that of the expected reward. The plain mean is biased for the same reason.
-
     Source: Hao et al. 2025, OPO, arXiv:2505.23585.
 
     >>> show(length_weighted_mean(outcomes(1, 0, steps=[3, 1])))
@@ -73,8 +68,7 @@ def over_group_mean(batch: Batch) -> Tensor:
 
     Formula: A_t = (R_i − mean(R)) / mean(R), and 0 in a group whose mean is 0
 
-    For rewards of 0 and 1 and G completions in the group, the expected gradient is that of Σ_{k<G} pass@k / k. The term k = 1
-    alone is plain RL. As G grows, the gradient nears that of log p, where p is the success rate. Rewards must not be negative.
+    Errors: ValueError if a return is negative.
 
     Source: Tajwar et al. 2026, MaxRL, arXiv:2602.02710.
 
@@ -100,7 +94,7 @@ class pass_at_k:
              P = 1 − C(m, k)/C(G, k), σ = √(P·(1 − P)), and C is the binomial coefficient
              m of the group's G completions are wrong: their R_i is at most `right`
 
-    P is the share of subsets with a right completion. A second right completion in a subset does not raise the subset's score.
+    P is the share of subsets with a right completion.
 
     Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
 
@@ -141,8 +135,7 @@ class decoupled_group_mean:
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
              r_ik is the value of reward function k for completion i, and w_k the weight of this function
 
-    A plain sum treats the rewards (1, 0) and (0, 1) alike. Here, with equal weights, the rarer success counts more. A
-    function that does not apply to a completion adds nothing to S_i. A KL penalty in the reward is ignored.
+    A KL penalty in the reward is ignored.
 
     Source: Liu et al. 2026, GDPO, arXiv:2601.05242; TRL multi_objective_aggregation "normalize_then_sum".
 
@@ -179,8 +172,6 @@ class process_group_mean:
     """Process supervision: step rewards are standardised over the group, then summed from each token to the end.
 
     Formula: A_t = Σ_{u ≥ t, u rewarded} (r_u − mean(r)) / (std(r) + eps), mean and std over all rewarded tokens of the group
-
-    With rewards at the end of each turn of an episode, these are per-turn advantages.
 
     Source: Shao et al. 2024, DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.3.
 

@@ -1,8 +1,4 @@
-"""Surrogates for samples of another policy.
-
-They fill the surrogate slot. If the sampler's log-probs are not known, log π_old takes their place. `symmetric_mask` and
-`gamma_weight` already weight steps by π / π_sampler, so they ignore the ratio slot and allow no `correction` part.
-"""
+"""Surrogates for samples of another policy. If the sampler's log-probs are not known, log π_old takes their place."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ class symmetric_mask(SamplerWeighted):
     Formula: L_t = −M_t · A_t · π(a_t|s_t) / π_sampler(a_t|s_t)
              M_t = 1 where |π(a_t|s_t) − π_sampler(a_t|s_t)| ≤ δ; else 0; δ is `delta`
 
-    The sign of the advantage does not matter, unlike in `divergence_mask`: a step that moved too far is dropped even if its
-    gradient would bring it back.
-
-    Source: INTELLECT Policy Optimization (IPO), the default loss of prime-rl since August 2026, PR 3418 and docs/ipo.md.
+    Source: INTELLECT Policy Optimization (IPO), prime-rl, PR 3418 and docs/ipo.md.
 
     >>> show(symmetric_mask()(row(-0.5, -3), row(0, 0), row(1, 1), row(-1.5, -3)))
     [[0.0, -1.0]]
@@ -58,9 +51,6 @@ class gamma_weight(SamplerWeighted):
     Formula: L_t = −sg[φ(W)] · A_t · log π(a_t|s_t), φ(W) = W^k · e^(λ·(1 − W)), W = Π_u π(a_u|s_u) / π_sampler(a_u|s_u)
              k = k_positive and λ = lambda_positive where A_t ≥ 0
              k = k_negative and λ = lambda_negative where A_t < 0; sg stops the gradient
-
-    Samples of the current policy have W = 1 and φ(W) = 1: they get the plain policy gradient. W is not normalised by the length.
-    Log ratios are limited to ±20 per step, and log W to [log 1e-8, 20].
 
     Source: Shen et al. 2026, VESPO, arXiv:2602.10693; TRL loss_type "vespo".
 
@@ -96,12 +86,9 @@ class gamma_weight(SamplerWeighted):
 
 @dataclass(frozen=True)
 class off_policy_mask:
-    """The wrapped surrogate, with loss 0 for sequences of negative advantage that have become much less likely.
+    """The wrapped surrogate L', with loss 0 for sequences of negative advantage that have become much less likely.
 
     Formula: L_t = M·L'_t, M = 0 where A_t < 0 and (1/|y|)·Σ_u (log π_sampler(a_u|s_u) − log π(a_u|s_u)) > δ; else 1
-
-    L'_t is the loss of the wrapped surrogate. The policy already avoids a sequence with M = 0, and further training on it teaches
-    noise. If the sampler's log-probs are not known, π_old replaces π_sampler. The method's ratio slot affects only L'_t.
 
     Source: DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556; TRL off_policy_mask_threshold.
     """

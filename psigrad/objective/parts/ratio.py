@@ -4,10 +4,9 @@
 and π_ref the frozen reference.
 
 A ratio is a function (logp [N,T] with gradient, logp_old [N,T], mask [N,T]) -> log ratio [N,T]. Both log-probs are 0 on
-masked steps. A correction is Batch -> detached weights [N,T], which multiply the surrogate only, not the KL term.
+masked steps. A correction is a function Batch -> weights [N,T] of the surrogate's loss.
 
-The KL slot determines where the penalty acts and how it is estimated. Per step, with the action a sampled from π,
-d = log π(a|s) − log π_ref(a|s), and m = `mixture`:
+The KL slot has these estimators. With the action a sampled from π, d = log π(a|s) − log π_ref(a|s), and m = `mixture`:
 
 | estimator | value | E[value] | E[gradient of value] |
 |---|---|---|---|
@@ -21,8 +20,6 @@ d = log π(a|s) − log π_ref(a|s), and m = `mixture`:
 | exact_js | JS = m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | JS | ∇JS, without sampling noise |
 | span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) of the distributions of w | its gradient |
 
-These gradients ignore that a changed policy visits other states. A penalty in the reward is not differentiated: only its
-value matters, and the policy gradient credits each action with the penalties at later states.
 Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
 """
@@ -77,13 +74,10 @@ def token(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence(logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
-    """One length-normalised ratio for each sequence. The gradient of ρ_t flows to log π(a_t|s_t) alone.
+    """One length-normalised ratio for each sequence.
 
     Formula: ρ_t = sg[ (Π_u π(a_u|s_u)/π_old(a_u|s_u))^(1/|y|) ] · π(a_t|s_t) / sg[π(a_t|s_t)]
              sg stops the gradient; the last factor is 1 and only carries the gradient
-
-    With one advantage per sequence and the sequence_mean aggregate, the loss and its gradient are as if ρ_t were the ratio in
-    brackets, without sg. With per-step advantages, each step's gradient is weighted by its own advantage.
 
     Source: Zheng et al. 2025, GSPO, arXiv:2507.18071 (the form GSPO-token).
 
@@ -177,10 +171,8 @@ class masked_importance:
     Formula: c_t = sg[w_t] if floor ≤ w_t ≤ cap else 0, w_t = π_old(a_t|s_t) / π_sampler(a_t|s_t); sg stops the gradient
              at level "sequence", w_t is the product of these ratios over the sequence; at "geometric", their geometric mean
 
-    IcePop is level "token" with floor 0.5 and cap 5.
-
-    Source: Liu et al. 2025, When speed kills stability (MIS); TRL "token_mask", "sequence_mask" (TRL's default). Ling team 2025,
-    Every step evolves, arXiv:2510.18855 (IcePop).
+    Source: Liu et al. 2025, When speed kills stability (MIS); TRL "token_mask", "sequence_mask". Ling team 2025, Every step
+    evolves, arXiv:2510.18855 (IcePop: level "token", floor 0.5, cap 5).
 
     >>> show(masked_importance(level="token")(outcomes(1, logp_old=[[-1.0]], logp_sampler=[[-3.0]])))
     [[0.0]]
@@ -208,8 +200,7 @@ class divergence_rejection:
 
     Formula: c_t = 1 if (1/|y|)·Σ_u (w_u − 1 − log w_u) ≤ limit else 0, with w_u = π_old(a_u|s_u) / π_sampler(a_u|s_u)
 
-    The mean is the k3 estimate of KL(π_sampler‖π_old) per step. Its terms are never negative, so they cannot cancel, unlike
-    the factors of a product of ratios.
+    The mean is the k3 estimate of KL(π_sampler‖π_old) per step.
 
     Source: verl, rollout correction (rejection by k3 over a sequence); Schulman 2020, Approximating KL divergence.
 
@@ -265,9 +256,9 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
     Formula: value d_w = log π(w) − log π_ref(w) at the last token of each piece w, 0 elsewhere; gradient Σ_w (d_w − b)·∇log π(w)
 
-    A piece of text ends where both tokenizers end a token. There, `ends` is True and `theirs` is log π_ref of the piece. Tokens
-    after the last end belong to no piece. `logp` [N, T] is log π of each token. `baseline` [N] is b, the mean of d_w over
-    the pieces of all other completions, which reduces noise without changing the expected gradient. None: b = 0.
+    A piece of text ends where both tokenizers end a token. There, `ends` [N, T] is True and `theirs` [N, T] is log π_ref of the
+    piece. `logp` [N, T] is log π of each token. `baseline` [N] is b, the mean of d_w over the pieces of all other completions.
+    None: b = 0.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)
@@ -279,7 +270,7 @@ def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None 
 
 @dataclass(frozen=True)
 class adaptive:
-    """A KL coefficient β that rises if the mean KL per sequence is above `target`, and falls if it is below `target`.
+    """A KL coefficient β that keeps the mean KL per sequence near `target`.
 
     Formula: β ← β · (1 + clip(KL/target − 1, −0.2, 0.2) · n/horizon) after each batch of n sequences
 
@@ -316,13 +307,8 @@ class KL:
     Formula: in the reward: r_t ← r_t − β·k(d_t), with d_t = log π_old(a_t|s_t) − log π_ref(a_t|s_t)
              in the loss: KL_t = k(d_t), with d_t = log π(a_t|s_t) − log π_ref(a_t|s_t)
 
-    β is `coefficient`, and `estimator` chooses k: k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d. k1+ and k3+ have the values of k1 and
-    k3, but the gradient of k2. Three estimators are sums over the vocabulary: exact = KL(π‖π_ref), exact_forward = KL(π_ref‖π),
-    and exact_js, the Jensen–Shannon divergence with weight `mixture`. span (`span_kl`) is for a reference with another tokenizer.
-
-    In the loss, the expected gradient is ∇KL(π‖π_ref) for k2, k1+, k3+ and exact, but ∇KL(π_ref‖π) for k3, as in GRPO's paper.
-    For k1 it is 0, so k1 in the loss raises an error unless `importance_weighted` is true. If it is, a step's penalty is
-    ρ_t·k(d_t), which corrects for sampling from π_old. The gradient of k1 and k3 then flows through ρ_t too, and is ∇KL(π‖π_ref).
+    β is `coefficient`. `estimator` chooses k; the table at the top of ratio.py gives the value and the gradient of each. If
+    `importance_weighted` is true, a step's penalty in the loss is ρ_t·k(d_t).
 
     Source: Ziegler et al. 2019, arXiv:1909.08593 (reward); Shao et al. 2024, GRPO, arXiv:2402.03300 (loss, k3); Schulman 2020,
     Approximating KL divergence; DeepSeek-V3.2, arXiv:2512.02556 (importance-weighted k3).

@@ -1,8 +1,7 @@
-"""The surrogate slot: (logp, log_ratio, advantage) -> loss per step, all [N,T]; no mean, no metrics.
+"""The surrogate slot: a function (logp, log_ratio, advantage) -> loss per step, all [N,T].
 
-Losses are minimised, so each is the negative of an objective. A surrogate declares extra inputs in `needs`. "mask" is the mask
-[N,T], for losses over whole sequences. "logp_sampler" is the sampler's log-probs, or log π_old if those are not known. "marks"
-[N,T] is the result of the surrogate's method `marks` on the whole batch: True, or a weight above 0, on chosen steps.
+A surrogate lists extra inputs [N,T] in `needs`: "mask", "logp_sampler" (the sampler's log-probs, or log π_old if those are not
+known) or "marks" (the result of the surrogate's method `marks` on the whole batch).
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class dual_clip(clip):
 
 @dataclass(frozen=True)
 class truncated_weight(SilentSurrogate):
-    """The policy gradient weighted by a truncated, detached ratio. Unlike with `clip`, a large ratio does not stop the gradient.
+    """The policy gradient weighted by a truncated, detached ratio.
 
     Formula: L_t = −sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
 
@@ -189,12 +188,10 @@ def clip_fractions(surrogate: Surrogate, log_ratio: Tensor, advantage: Tensor) -
 
 @dataclass(frozen=True)
 class soft_clip(RatioSurrogate):
-    """A sigmoid of the ratio: the gradient fades smoothly as the ratio moves away from 1, without the clip's sharp edge.
+    """A sigmoid of the ratio: the gradient fades smoothly as the ratio moves away from 1.
 
     Formula: L_t = −(4/τ)·σ(τ·(ρ_t − 1))·A_t
              τ is `positive` where A_t > 0, `negative` elsewhere; σ is the sigmoid
-
-    At ρ = 1 the gradient is that of −ρ_t·A_t.
 
     Source: Gao et al. 2025, SAPO, arXiv:2511.20347; TRL loss_type "sapo".
 
@@ -224,9 +221,6 @@ class divergence_mask(SilentSurrogate):
     Formula: L_t = −M_t · sg[min(ρ_t, cap)] · A_t · log π(a_t|s_t), where sg stops the gradient
              M_t = 0 where A_t > 0 and π − π_old > δ, or A_t < 0 and π_old − π > δ; else 1; δ is `delta`
 
-    δ bounds how far a token's probability π moves from π_old, not the ratio ρ_t. So a rare token's probability can grow by a
-    large factor. The distance |π − π_old| is the total variation between the two policies if all other tokens are counted as one.
-
     Source: Qi et al. 2026, DPPO (binary TV), arXiv:2602.04879; verl's dppo_tv.
 
     >>> show(divergence_mask()(row(-0.5, -3), row(0.5, 2), row(1, 1)))
@@ -253,11 +247,11 @@ class divergence_mask(SilentSurrogate):
 
 @dataclass(frozen=True)
 class geometric_clip(RatioSurrogate):
-    """The geometric mean of a sequence's ratios, each clipped in log space, so that one outlier cannot dominate the sequence.
+    """The geometric mean of a sequence's ratios, each clipped in log space.
 
     Formula: L_t = −A_t · exp( (1/|y|)·Σ_u c_u ), c_u = min(log ρ_u, high) where A_u > 0, max(log ρ_u, −low) where A_u ≤ 0
 
-    The sum is over the |y| steps u of a sequence. With the sequence_mean aggregate its loss is −A times the geometric mean.
+    The sum is over the |y| steps u of a sequence.
 
     Source: Zhao et al. 2025, GMPO, arXiv:2507.20673; TRL's GMPOTrainer.
 
@@ -292,9 +286,9 @@ class covariance_penalty(RatioSurrogate):
              m_t = 1 for the fraction `share` of all tokens that has the greatest C_t; else 0
              C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
 
-    The penalty has no effect in the first optimiser step on a batch, where ρ_t = 1. It needs several passes or minibatches.
+    The penalty needs several passes or minibatches: in the first optimiser step on a batch it is 0.
 
-    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov (which chooses the tokens again in every micro-batch).
+    Source: Cui et al. 2025, KL-Cov, arXiv:2505.22617; verl's kl_cov.
     """
 
     share: float = 2e-3
@@ -330,7 +324,6 @@ class with_imitation:
     Formula: L_t = L'_t − coefficient · m_i · (S / S⁺) · log π(a_t|s_t), m_i = 1 where R_i ≥ `right`; else 0
              L'_t is the loss of `surrogate`; S is the number of steps in the batch, S⁺ that in right answers
 
-    With the token_mean aggregate the second term is the coefficient times the mean cross-entropy of the right answers' steps.
     R_i is the batch's metric if it has one, otherwise the sum of the rewards.
 
     Source: Yue et al. 2025, VAPO, arXiv:2504.05118, section 4.3 (positive-example LM loss).
@@ -385,11 +378,8 @@ class kl_penalty:
 
     Formula: L_t = −ρ_t·A_t + β·(ρ_t − 1 − log ρ_t), where β starts at `coefficient`
 
-    ρ_t − 1 − log ρ_t estimates KL(π_old‖π), and is never negative. The estimate and its gradient are unbiased, because steps were
-    sampled from π_old, which does not depend on the parameters.
-
-    With a `target`, β is in the method's state. The trainer measures the KL after all passes over a batch (`measure_kl`). Then
-    `adapt` doubles β if the KL is above 1.5 · target, and halves β if the KL is below target / 1.5.
+    With a `target`, call `PolicyGradient.adapt` after all passes over a batch. It doubles β if the KL is above 1.5 · target, and
+    halves β if the KL is below target / 1.5.
 
     Source: Schulman et al. 2017, PPO, arXiv:1707.06347, section 4.
 

@@ -2,8 +2,7 @@
 
     loss = p·(1/N) Σ_n link(h_w − margin, h_l) + λ·NLL(chosen),   h = β·score(log π(y|x), log π_ref(y|x), |y|)
 
-h_w is the h of the chosen completion, h_l of the rejected one; |y| counts tokens; p is `preference`, λ is `sft`. Means are over
-the whole optimiser step, so any split into micro-batches gives the same gradient. KTO has its own class, `KahnemanTversky`.
+h_w is the h of the chosen completion, h_l of the rejected one; |y| counts tokens; p is `preference`, λ is `sft`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 class Pairs:
     """N pairs of completions, given by their log-probs: log π(y|x), summed over the tokens of each completion.
 
-    Errors: ValueError if a field's shape is not [N], or if a completion is empty. On a GPU, emptiness is not checked.
+    Errors: ValueError if a field's shape is not [N], or, on the CPU, if a completion is empty.
     """
 
     logp_chosen: Tensor
@@ -323,10 +322,7 @@ class Preference:
         return correct(*self.rewards(pairs))
 
     def loss(self, pairs: Pairs, total_pairs: int, total_chosen_tokens: int) -> Loss:
-        """Return the part of an optimiser step's loss that `pairs` contribute. The totals are counted over the whole step.
-
-        `Loss.terms` are metrics with TRL's names. Like the loss, they are added up over the micro-batches of a step.
-        """
+        """Return the part of an optimiser step's loss that `pairs` contribute. The totals are counted over the whole step."""
         chosen, rejected = self.rewards(pairs)
         total_pairs = max(total_pairs, 1)
         margin = self.margin if pairs.margin is None else self.margin + pairs.margin
@@ -385,7 +381,7 @@ class OnlinePreference:
 
 @dataclass(frozen=True)
 class KahnemanTversky:
-    """A loss on single completions labelled good or bad. It saturates on both sides of z, an estimate of KL(π‖π_ref).
+    """A loss on single completions labelled good or bad.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable completions, λ_U·(1 − σ(β·(z − r))) for undesirable ones
              r = log π(y|x) − log π_ref(y|x); z = max(0, mean of r over pairs of a prompt and an answer to another prompt)

@@ -1,10 +1,4 @@
-"""Losses and metrics of reward models that learn from comparisons or from labelled solution steps.
-
-All losses are sums over their inputs, divided by totals of the whole optimiser step. Any split into micro-batches therefore gives
-the same gradient.
-
-`psigrad reward` trains with `BradleyTerry` on pairs, and with `process_loss` on solutions with labelled steps.
-"""
+"""Losses and metrics of reward models that learn from comparisons or from labelled solution steps."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ from psigrad.objective.preferences.preference_loss import correct
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The negative log-likelihood of comparisons, with a term that pulls each pair's mean reward to 0.
+    """The negative log-likelihood of comparisons.
 
     Formula: −(1 − ε)·log σ(r_w − r_l − m) − ε·log σ(r_l − r_w + m) + c·(r_w + r_l)²
              r_w, r_l: rewards of chosen and rejected; m: margin; c: `center_rewards_coefficient`; ε: `label_smoothing`
@@ -45,8 +39,6 @@ class BradleyTerry:
         """Return the part of an optimiser step's loss that these n pairs contribute. The step has `total_pairs` pairs.
 
         `chosen` and `rejected` are the rewards [n] of the pairs' completions. `margin` [n] is subtracted from their difference.
-
-        Errors: ValueError if a tensor's shape is not [n].
         """
         for name, tensor in (("chosen", chosen), ("rejected", rejected), ("margin", margin)):
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != chosen.shape):
