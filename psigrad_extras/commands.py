@@ -306,12 +306,8 @@ def from_trl(arguments: list[str]) -> int:
     from psigrad_extras.connect.trl_scripts import convert_file
 
     made = convert_file(given["names"][0], given["trainer"])
-    kinds = {
-        "differs": made.differs,
-        "no equivalent in psigrad": made.no_equal,
-        "check yourself": made.look_at,
-        "not needed in psigrad": made.nothing,
-    }
+    kinds = {"differs": made.differs, "no equivalent in psigrad": made.no_equal,
+             "check yourself": made.look_at, "not needed in psigrad": made.nothing}  # fmt: skip
     notes = [line for title, lines in kinds.items() if lines for line in ("#", f"# {title}:", *(f"#   {line}" for line in lines))]
     if output:
         Path(output).write_text(made.yaml())
