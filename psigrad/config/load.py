@@ -212,7 +212,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn paths into text, put a single value for a tuple field in a tuple, and add `cls`'s defaults to each section."""
+    """Turn paths into text, wrap a single value where the field is a tuple, and add `cls`'s defaults to each section."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

@@ -246,7 +246,7 @@ def to_model_rows(
 ) -> list[list[Row]]:
     """Return the parts of the data, such as training and held-out rows, with every row converted by `to_turns`.
 
-    Log how the prompts are sent. For a server's model, pass None as the tokenizer.
+    Log whether prompts go to the model as chat turns or as plain text. For a server's model, pass None as the tokenizer.
     """
     made = [[to_turns(tokenizer, row, plain_prompts) for row in part] for part in parts]
     rows = [row for part in made for row in part]

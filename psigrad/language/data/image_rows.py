@@ -283,7 +283,7 @@ def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without image marks in its prompt and completion, as JSON values that `insert_marks` can read again.
+    """Return a row without image marks in its prompt and completion, as JSON values. `insert_marks` puts the marks back.
 
     The column `images` gets the images' paths or data URLs.
     """
