@@ -1,7 +1,6 @@
 """The policy-gradient methods: the name, the summary, the parts and the settings of each.
 
-Where TRL's default differs, the comment above a method says so. TRL's learning rates apply to all methods. For DR_GRPO, first
-set `aggregate.n` to max_completion_length.
+Where TRL's default differs, the comment above a method says so. Learning rates carry over from TRL.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ GRPO = METHODS.declare(
     PolicyGradient(group_mean(), ratio.token, clip(0.2, 0.2), sequence_mean, kl=KL("loss", "k3", 0.04)),
 )
 
-# TRL divides by max_completion_length. Set aggregate.n to it for the same scale.
+# TRL divides by max_completion_length. Set aggregate.n to it before you use TRL's learning rate.
 DR_GRPO = METHODS.declare(
     "dr_grpo",
     "GRPO without its length and difficulty biases",

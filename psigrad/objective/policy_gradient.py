@@ -177,7 +177,7 @@ class PolicyGradient:
 
     @property
     def dynamic_sampling(self) -> bool:
-        """True if `keep` contains `has_signal`, which drops groups with equal rewards. The trainer then samples others."""
+        """True if `keep` contains `has_signal`, which drops groups with equal rewards. The trainer then samples more groups."""
         return has_signal in self.keep
 
     def initial_state(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
 
 def td_target(worth: Tensor, choosing_q: Tensor | None = None) -> Tensor:
-    """Return y [M]: the target in each row of `worth` [M, A] whose action has the greatest `choosing_q` [M, A].
+    """Return y [M]: in each row of `worth` [M, A], the target of the action with the greatest `choosing_q` [M, A].
 
     `worth` is the result of `back_up`. Without `choosing_q`, y is the greatest target of each row. For Double DQN, pass the
     learning network's Q(s', ·).
@@ -58,5 +58,5 @@ def polyak(target: Tensor, source: Tensor, tau: float) -> None:
 
 
 def linear_epsilon(progress: float, fraction: float, first: float, last: float) -> float:
-    """Return ε at `progress` (0 to 1) in a run. It moves linearly from `first`, reaches `last` at `fraction`, and stays there."""
+    """Return ε at `progress` (0 to 1) in a run: ε moves linearly from `first`, reaches `last` at `fraction`, and stays there."""
     return last if progress >= fraction else first + (last - first) * progress / fraction

@@ -130,7 +130,7 @@ class pass_at_k:
 
 @dataclass(frozen=True)
 class decoupled_group_mean:
-    """The weighted sum S of the rewards, each standardised within the group, divided by the standard deviation of S in the batch.
+    """The weighted sum of the rewards, each standardised within the group. The sum is divided by its own standard deviation.
 
     Formula: A_t = S_i / (std_batch(S) + eps), S_i = Σ_k w_k · (r_ik − mean_group(r_k)) / (std_group(r_k) + eps)
              r_ik is the value of reward function k for completion i, and w_k the weight of this function

@@ -1,4 +1,4 @@
-"""Surrogates for samples of another policy. If the sampler's log-probs are not known, log π_old takes their place."""
+"""Surrogates for samples from another policy. If the sampler's log-probs are not known, log π_old takes their place."""
 
 from __future__ import annotations
 

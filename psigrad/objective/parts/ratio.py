@@ -18,7 +18,7 @@ The KL slot has these estimators. With the action a sampled from π, d = log π(
 | exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
 | exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), without sampling noise |
 | exact_js | JS = m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | JS | ∇JS, without sampling noise |
-| span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) of the distributions of w | its gradient |
+| span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) over pieces of text | its gradient |
 
 Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).
@@ -43,7 +43,7 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def bound(log_ratio: Tensor) -> Tensor:
-    """Return min(x, 20) for each log ratio x. The gradient is 1 for every x, also above 20."""
+    """Return min(x, 20) for each log ratio x. The gradient is 1 for every x, even above 20."""
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0).detach()
 
 
@@ -108,7 +108,7 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def _sampler_ratio(batch: Batch, level: Level) -> Tensor:
-    """Return the ratios π_old / π_sampler [N, T]: at `level` sequence, their product; at geometric, their geometric mean."""
+    """Return the ratios w_t [N, T] in the formula of `truncated_importance`."""
     gap = _gap(batch)
     if level != "token":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
@@ -252,13 +252,13 @@ def estimate(estimator: Estimator, d: Tensor) -> Tensor:
 
 
 def span_kl(logp: Tensor, ends: Tensor, theirs: Tensor, baseline: Tensor | None = None) -> Tensor:
-    """Return the estimate "span" [N, T] of the KL to a reference with another tokenizer, computed on pieces of text.
+    """Return the estimate "span" [N, T] of the KL to a reference with another tokenizer.
 
     Formula: value d_w = log π(w) − log π_ref(w) at the last token of each piece w, 0 elsewhere; gradient Σ_w (d_w − b)·∇log π(w)
 
     A piece of text ends where both tokenizers end a token. There, `ends` [N, T] is True and `theirs` [N, T] is log π_ref of the
     piece. `logp` [N, T] is log π of each token. `baseline` [N] is b, the mean of d_w over the pieces of all other completions.
-    None: b = 0.
+    Without `baseline`, b is 0.
     """
     place = ends.cumsum(1) - ends.long()
     d = logp.new_zeros(logp.shape[0], logp.shape[1] + 1)

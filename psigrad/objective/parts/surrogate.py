@@ -34,7 +34,7 @@ SEQUENCES = frozenset({"mask"})
 
 
 class SilentSurrogate:
-    """The base class of surrogates whose gradient is 0 at a step of advantage 0, unless their method `marks` chooses the step."""
+    """The base class of surrogates that give a step of advantage 0 no gradient, unless their `marks` chooses the step."""
 
 
 class RatioSurrogate(SilentSurrogate):
@@ -164,7 +164,7 @@ def innermost(surrogate: Surrogate) -> Surrogate:
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Return True if steps of advantage 0 are known to get no gradient from `surrogate`, except those that `marks` chooses."""
+    """Return True if `surrogate` is known to give a step of advantage 0 no gradient, unless its `marks` chooses the step."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 

@@ -1,4 +1,4 @@
-"""The preference losses. Each is declared once, with a summary, and with parts whose values come from its paper or from TRL."""
+"""The preference losses. Their default values come from their papers or from TRL."""
 
 from __future__ import annotations
 

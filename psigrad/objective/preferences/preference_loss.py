@@ -28,7 +28,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 class Pairs:
     """N pairs of completions, given by their log-probs: log π(y|x), summed over the tokens of each completion.
 
-    Errors: ValueError if a field's shape is not [N], or, on the CPU, if a completion is empty.
+    Errors: ValueError if a field's shape is not [N] or a completion is empty. Lengths on a GPU are not checked.
     """
 
     logp_chosen: Tensor
@@ -55,7 +55,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """N completions labelled good or bad, and `kl`, the reference point z with which KTO compares their log-ratios."""
+    """N completions labelled good or bad, and `kl`, the reference point z of KTO."""
 
     logp: Tensor
     """[N] log π(y|x), with gradient."""
