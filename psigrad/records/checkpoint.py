@@ -277,7 +277,7 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete the leftovers of interrupted saves, and old checkpoints. Keep the last `keep` and that of step `spare` (0: none)."""
+    """Delete unfinished checkpoints, and all but the last `keep`. The one of step `spare` stays too."""
     newest = latest(root).path
     if newest is not None:
         places = steps(root)  # damaged ones after the newest intact one stay, so that a user can inspect them
@@ -332,5 +332,5 @@ def size_of(folder: Path) -> int:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return True for a disk error: an OSError, or an error of safetensors or tokenizers whose text contains "(os error "."""
-    return isinstance(error, OSError) or "(os error " in str(error)
+    """Return True for a disk error."""
+    return isinstance(error, OSError) or "(os error " in str(error)  # the latter from safetensors and tokenizers

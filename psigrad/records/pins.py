@@ -70,8 +70,7 @@ def check_settings(
 ) -> list[Change]:
     """Return the changes of settings from `before` to `now` in a resumed run. Raise `UserError` for one that is not permitted.
 
-    A change is permitted by a mark of the field in the class `settings`, by `run.allow` or by `run.extend`. Changes of fields
-    with the mark `FREE` are not returned.
+    Changes are permitted by marks in the class `settings`, by `run.allow` and by `run.extend`. Those marked `FREE` are left out.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})

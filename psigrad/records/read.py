@@ -159,7 +159,7 @@ def brief(value: float) -> str:
 
 
 def show_interval(mean: Any, low: float, high: float, show: Callable[[Any], str] = show_number) -> str:
-    """Return text such as `1.5 [1.2, 1.8]`, its numbers formatted by `show`; only the mean unless `low` < `high` < infinity."""
+    """Return text such as `1.5 [1.2, 1.8]`. Without a usable interval, return only the mean."""
     return show(mean) + (f" [{show(low)}, {show(high)}]" if low < high < math.inf else "")
 
 

@@ -52,13 +52,10 @@ def rename_part(folder: Path, last: int, rows: int, keep: int) -> None:
 
 
 def restore_parts(folder: Path, step: int, written: int | None) -> None:
-    """Undo the renaming of rollouts.jsonl since the checkpoint of `step`, and delete the files begun since then.
-
-    `written` is the file's number of rows in the checkpoint's manifest.
-    """
+    """Undo the renaming of rollouts.jsonl since the checkpoint of `step`, when the file had `written` rows."""
     for part in reversed(parts_of(folder)):
         if part.last > step or (part.last == step and part.rows == written):
-            os.replace(part.path, folder / "rollouts.jsonl")
+            os.replace(part.path, folder / "rollouts.jsonl")  # deletes the file begun since then
 
 
 class Truncation(NamedTuple):

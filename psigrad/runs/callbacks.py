@@ -83,7 +83,7 @@ class Control:
     check: Callable[[str, Any], tuple[str, Any]] = field(default=lambda name, value: (name, value), repr=False)
 
     def change(self, **settings: Any) -> None:
-        """Change settings from the next step on or, if called in `on_step_begin`, from the step that begins.
+        """Change settings from the next step on. In `on_step_begin`, this is the step that begins.
 
         Name a setting by its full dotted name or by the last part: `change(**{"algorithm.kl.coefficient": 0.1})`,
         `change(learning_rate=1e-6)`. Raise `UserError` for a setting that cannot be changed during a run.
@@ -242,7 +242,7 @@ class Callbacks:
         return change
 
     def _value_before(self, setting: str) -> Any:
-        """Return a setting's value before a change. It is unknown (None) at the first change in `algorithm` or `loss`."""
+        """Return a setting's value before a change; None if unknown."""
         if setting in self.changed_values or setting.partition(".")[0] in PARTS:
             return self.changed_values.get(setting)
         return getattr(self.args, setting.rpartition(".")[2])

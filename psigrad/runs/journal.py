@@ -176,7 +176,7 @@ class Journal:
             redaction.say(text)
 
     def log_once(self, kind: str, text: str) -> None:
-        """Call `log`, with the text as the event's field `why`, unless `log_once` was called earlier with the same kind."""
+        """Log only the first text of each kind. The event has it in the field `why`."""
         if kind not in self.logged:
             self.logged.add(kind)
             self.log(kind, text, why=text)

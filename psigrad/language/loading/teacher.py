@@ -125,7 +125,7 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return two tensors [n, T]: a mask, True at each piece's last token, and the teacher's log-prob of the piece there."""
+        """Return two tensors [n, T]. At the last token of each piece, they are True and the teacher's log-prob of the piece."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)
@@ -164,7 +164,7 @@ class TeacherReference(Annotator):
     gives_reference = True
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: Any) -> Batch:
-        """Add the teacher's log-probs to the batch as `logp_ref` or, if the KL compares pieces of text, store these."""
+        """Add the teacher's log-probs to the batch as `logp_ref`. If the KL compares pieces of text, store the pieces instead."""
         algorithm, budget, temperature = run.algorithm, run.config.micro_batch_tokens, run.params.temperature
         self.teacher.clear()
         if not isinstance(algorithm, PolicyGradient):

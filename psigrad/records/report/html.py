@@ -40,8 +40,8 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 class Cell:
     """One cell of a table. templates/base.html draws its content `value` in the style `kind`.
 
-    A "verdict" is "good" or "bad". A "conversation" is a list of (role, text, images as data URIs). A "key" is a run's index, and
-    `name` is the run's name. A "range" is a number, and `name` is its interval.
+    The value of a "verdict" is "good" or "bad". That of a "conversation" is a list of (role, text, images as data URIs).
+    That of a "key" is the index of the run `name`. That of a "range" is a number with the interval `name`.
     """
 
     value: Any

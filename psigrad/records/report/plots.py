@@ -230,7 +230,7 @@ def _limits(axes: Any) -> None:
 
 
 def _tick(value: float, digits: int = 4) -> str:
-    """Format a label with at most `digits` digits, such as 3e-4. Matplotlib would draw the exponent at the end of the axis."""
+    """Format a label with at most `digits` digits, such as 3e-4."""
     text = f"{value:.{digits}g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.{digits - 1}e}"
     return re.sub(r"(\.\d*?)0*e", r"\1e", text).replace(".e", "e").replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
@@ -277,5 +277,5 @@ def _finish(axes: Any, ink: str = _INK) -> None:
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=high - low > 4, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(lambda value, place: _tick(value))
+    axes.yaxis.set_major_formatter(lambda value, place: _tick(value))  # without it, the exponent is at the axis's end
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}" if high - low > 4 else _tick(value))

@@ -203,7 +203,7 @@ def apply_rules(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return texts about current and earlier warnings. Current ones that are normal for a solved task have their own text."""
+    """Return three texts: on current warnings, on earlier ones, and on those that a solved task explains."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))
