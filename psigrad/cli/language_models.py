@@ -132,7 +132,7 @@ def tasks(arguments: list[str]) -> int:
 
 
 def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
-    """Raise `UserError` if `given`, the value of `setting`, names a method other than `preset`, which the command trains with."""
+    """Raise `UserError` if `given`, the value of `setting`, names a method other than the command's, `preset`."""
     named = given.get("preset", preset) if isinstance(given, dict) else given
     if isinstance(named, str) and named != preset and named in list_declarations():
         raise UserError(

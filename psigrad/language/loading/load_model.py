@@ -153,13 +153,10 @@ def _prepare_given(
 
 
 def _choose_kernels(model: LanguageModel | ScalarModel, settings: Model, run: Run) -> None:
-    """Set a model's attention implementation, and compile its layers if the settings enable it.
-
-    If `run.max_memory` is set, sampling does not make dequantised copies of matrices, which are faster but need memory.
-    """
+    """Set a model's attention implementation, and compile its layers if the settings enable it."""
     model.attend(settings.attention)
     if model.decoder is not None:
-        model.decoder.may_dequantise = not run.max_memory
+        model.decoder.may_dequantise = not run.max_memory  # sampling is faster with dequantised copies, but they need memory
     if settings.compile_layers:
         from psigrad.language.models.fused.inductor import compile_layers  # imported here, since few runs compile
 
@@ -193,7 +190,7 @@ def _check_shards(settings: Model, lora: Lora | None, world: World) -> None:
 
 
 def load_shard(model: LanguageModel | ScalarModel, world: World, device: str, folder: Path | None) -> None:
-    """With fsdp, keep only this process's shard of the model. With or without fsdp, load saved shards if `folder` is given."""
+    """With fsdp, keep only this process's shard of the model. Load the saved shards in `folder`, if given."""
     if world.lockstep:
         sharded.shard(model, world, device)
     if folder is not None:

@@ -197,7 +197,7 @@ def _check_base(base: str, adapter: str) -> None:
 
 
 def check_exists(settings: Model, run: str) -> None:
-    """Raise `UserError` if the model does not exist. A hub model is looked up only if the run folder `run` has another model."""
+    """Raise `UserError` if the model does not exist. `run` is the run folder."""
     from transformers.utils import cached_file
 
     path = resolve_path(settings.path)

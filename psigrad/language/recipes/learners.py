@@ -103,7 +103,7 @@ def stage(state: State, learners: Learners, world: World, *, copies: bool) -> Wr
 def _part(learner: Learner | Follower, copies: bool) -> Callable[[Path, World], None]:
     """Return a function that writes a learner's weights and optimiser state to a folder.
 
-    With `copies`, it writes the present values; otherwise, the values at the time when it is called.
+    With `copies`, the values are copied now.
     """
     moments = learner.optimizer.state_dict() if isinstance(learner, Learner) else {}
     model: Any = learner.model
@@ -276,7 +276,7 @@ def _best(state: State) -> int:
 
 
 def _sums_of(learners: Learners) -> dict[str, str]:
-    """Return {"weights": text}: the sum of the elements of each unsharded trainable weight. All ranks must have the same text."""
+    """Return {"weights": the sum of each unsharded trainable weight, as text}. It must be the same on all ranks."""
     optimizers = [learner.optimizer for learner in learners if isinstance(learner, Learner)]
     whole = (w.local for optimizer in optimizers for w in optimizer.weights.values() if w.local is w.parameter)
     return {"weights": " ".join(str(float(p.detach().double().sum())) for p in whole)}

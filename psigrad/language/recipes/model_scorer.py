@@ -89,13 +89,10 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (prompt tokens, completion tokens) for the reward model.
-
-        These are `own`, the policy's tokens, with the end of an answer; or else [] and the tokens of the rendered `row`.
-        """
+        """Return (prompt tokens, completion tokens): `own`, the policy's, where possible; otherwise, of the rendered `row`."""
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
-            return [], answer_ids(self.model, row)
+            return [], answer_ids(self.model, row)  # the prompt is among them
         if not end:
             return own
         prompt, ids = own[0], list(own[1])
@@ -144,15 +141,15 @@ def answer_ids(model: ScalarModel, row: Row) -> Ids:
 
 
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
-    """Return the tokens that end every answer, of `plain` text or of conversations.
+    """Return the tokens that end every answer. With `plain`, answers are text without a chat template.
 
-    Return None if the template writes something before an answer, such as Qwen3's empty thinking, and [] if it fails.
+    Return None if the template writes something before an answer, such as Qwen3's empty thinking.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [to_turns(tokenizer, row) for row in rows]
     try:
         head, (one, other) = list(prompt_ids(tokenizer, rows[0])), (example(tokenizer, row).ids for row in rows)
-    except UserError:
+    except UserError:  # the template does not support the test conversation
         return []
     if one[: len(head)] != head or one[len(head)] == other[len(head)]:
         return None

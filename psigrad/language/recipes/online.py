@@ -254,7 +254,7 @@ def _prepare_rows(
 
 
 def longest_of(config: OnlineConfig, prepared: PreparedRows[Any], evaluator: Evaluator | None) -> int:
-    """Return the maximum number of tokens in a prompt plus its completion; 0 for episodes, whose length only the model limits."""
+    """Return the maximum number of tokens in a prompt plus its completion. For episodes it is 0: the model's limit."""
     if config.plays:
         return 0
     lengths = [len(ids) for _, ids in prepared.items] + [len(p.ids) for p in (evaluator.prompts if evaluator else ())]

@@ -169,8 +169,8 @@ def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler)
 
 
 def _log_unused(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference, journal: Journal) -> None:
-    """Log the settings that were set but do not affect this algorithm. `fields.idle` checks settings with a `Needs` note."""
-    needs = {}
+    """Log the settings that were set but do not affect this algorithm."""
+    needs = {}  # `fields.idle` checks settings with a `Needs` note
     if not (isinstance(algorithm, PolicyGradient) and algorithm.dynamic_sampling):
         needs = dict.fromkeys(("max_refills", "filter_metric"), "dynamic_sampling")
     if not (algorithm.needs_reference or config.evaluation.eval_kl):
@@ -219,10 +219,7 @@ def _check_reference(config: OnlineConfig, algorithm: PolicyGradient | OnlinePre
 
 
 def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
-    """Raise `UserError` if a `Teacher` does not support these settings.
-
-    Raise it also if the KL estimator is `span` although the reference has the policy's tokenizer.
-    """
+    """Raise `UserError` if these settings do not work with this reference."""
     spans = isinstance(algorithm, PolicyGradient) and algorithm.kl is not None and algorithm.kl.estimator == "span"
     if not isinstance(reference, Teacher):
         if spans and reference is not None:

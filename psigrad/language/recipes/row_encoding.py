@@ -62,7 +62,7 @@ class Encoder(Generic[R]):
     """A function that gets a batch of rows before `encode` gets each of them, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """Return (the encoded rows, a `BadRow` for each row that cannot be encoded, the sums of the counts from `filter`)."""
+        """Return (the encoded rows, the rows that cannot be encoded, the filter's counts)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with cache_specials(self.tokenizer):
             if self.encode_batch is not None:
@@ -82,7 +82,7 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return (the encoded rows, the sums of the counts from `encoder.filter`).
+    """Return (the encoded rows, the filter's counts).
 
     A row that cannot be encoded raises `UserError` or, with `bad_rows: skip`, is dropped.
     """
@@ -104,7 +104,7 @@ def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | N
 
 
 def _batches(rows: Sequence[Any], encoder: Encoder[Any], processes: int) -> Iterator[Encoded]:
-    """Yield the encoded rows, in order, as Arrow batches. With `processes` 0, use several processes if there are many rows."""
+    """Yield the encoded rows, in order, as Arrow batches. If `processes` is 0, choose the number of processes."""
     spans = [slice(start, start + _AT_ONCE) for start in range(0, len(rows), _AT_ONCE)]
     here = machine.cores() if sys.platform == "linux" else 1
     count = min(processes or (here if len(rows) >= FEW else 1), len(spans))

@@ -65,10 +65,7 @@ def encode_prompts(rows: Sequence[Row], model: LanguageModel, data: Data, comple
 
 
 def log_rewrites(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: Log) -> None:
-    """Log which content of a row the chat template does not support, and what replaces it.
-
-    Search only the first 100 rows, and stop at the first row with such content.
-    """
+    """Log what the chat template does not support in one of the first 100 rows, and what replaces it."""
     for row in rows[:100]:
         with contextlib.suppress(RowError):  # such a row was dropped and reported already
             if notes := describe_rewrites(tokenizer, row):
@@ -154,7 +151,7 @@ def token_limit(config: SFTConfig | RewardConfig | PreferenceConfig, model: Lang
 
 
 def check_positions(longest: int, **others: Any) -> None:
-    """Raise `UserError` if one of the models `others` has fewer positions than the run's longest text has tokens."""
+    """Raise `UserError` if one of the models `others` has fewer than `longest` positions."""
     for name, other in others.items():
         if isinstance(other, Pretrained) and longest > other.max_length:  # some models would read it without an error
             raise UserError(

@@ -48,7 +48,7 @@ def collect_pins(
 
 
 def static_pins(config: Config, judges: Sequence[RewardSetup | None] = ()) -> dict[str, str]:
-    """Return the pins (see `collect_pins`) that need neither rows nor model. Starting a finished run again checks only these."""
+    """Return the pins (see `collect_pins`) that need neither rows nor model. In a finished run, only these are checked."""
     data = {name: _data(getattr(config.data, name)) for name in ("dataset", "eval_dataset")}
     return {**{name: found for name, found in data.items() if found}, **_models(config), **_code(config, judges)}
 

@@ -51,7 +51,7 @@ class RewardSetup:
 
     @classmethod
     def of(cls, config: Scored, functions: Sequence[Reward] | None = None) -> RewardSetup:
-        """Return the rewards of the settings with their weights or, if `functions` are given, these with a weight of 1 each."""
+        """Return a setup of `functions`, each with weight 1; if None, of the rewards and weights in the settings."""
         given: Sequence[Reward] = config.reward if functions is None else functions
         paths, weights = (config.reward_model, config.reward_weights) if functions is None else ((), ())
         specs = [_resolve(one, config.sampling.max_completion_length) for one in given]
@@ -226,7 +226,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """Resolve a reward. By default, max_completion_length is `tokens`; soft_overlong's soft_punish_cache is a quarter of it."""
+    """Resolve a reward. `tokens` is the default max_completion_length of a reward for length."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):

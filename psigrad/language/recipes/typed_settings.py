@@ -46,5 +46,5 @@ if TYPE_CHECKING:
         hub: Any = field(init=False)
 
     def accept(settings: Callable[P, object]) -> Callable[[Callable[[M], Result]], Callable[Concatenate[M, P], Result]]:
-        """Return a decorator that adds the parameters of `settings` to a `train` overload whose only parameter is `method`."""
+        """Return a decorator that adds the parameters of `settings` to an overload of `train`."""
         ...
