@@ -165,8 +165,8 @@ class PendingRewards:
         self._places: dict[int, int] = {}
 
     def add_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add all trajectories. A group starts where `k` is 0, not where `row` changes: adjacent groups may have the same row."""
-        starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]
+        """Add all trajectories, divided into groups."""
+        starts = [i for i, t in enumerate(trajectories) if t.k == 0 or i == 0]  # adjacent groups may have the same `row`
         for start, end in itertools.pairwise([*starts, len(trajectories)]):
             self.add(trajectories[start:end])
 

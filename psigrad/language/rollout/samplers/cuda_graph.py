@@ -62,7 +62,7 @@ class CudaGraphDecoding:
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
-        """Create a cache of size `room`. `wanted` is the size that was requested before `fitting` reduced it; None: `room`."""
+        """Create a cache of size `room`. `wanted` is the larger size that was requested, if `fitting` reduced it."""
         self.model, self.wanted = model, wanted or room
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
@@ -116,7 +116,7 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy a `GroupedCache`'s `Seats` to the GPU. Return (places in all, places per prompt, tokens read per prompt)."""
+        """Copy a `GroupedCache`'s `Seats` to the GPU. Return (length of the grid, `members`, tokens read per prompt)."""
         if not isinstance(self.cache, GroupedCache):
             return ()
         seats = self.cache.seats(size)
@@ -162,10 +162,7 @@ class CudaGraphDecoding:
 
 
 def fitting(model: LanguageModel, room: Room) -> Room:
-    """Halve the slots and prompts of `room` until they take at most half of the GPU's free memory. Return the result.
-
-    It has 0 slots on a CPU, or if not even one fits.
-    """
+    """Return `room`, halved until it takes at most half of the GPU's free memory; with 0 slots on a CPU, or if none fits."""
     if model.device.type != "cuda":
         return room._replace(slots=0)
     token, most = cached_numbers(model.network.config) * model.network.dtype.itemsize, SHARE * free_memory(model.device)
@@ -175,7 +172,7 @@ def fitting(model: LanguageModel, room: Room) -> Room:
 
 
 def prefill_limit(model: LanguageModel) -> int:
-    """Return the token limit of a prefill with several prompts: `PREFILLED`, or fewer if half of the free memory holds fewer."""
+    """Return the token limit of a prefill with several prompts: `PREFILLED`, or fewer if memory is short."""
     hidden, inner = (size(model.network.config, name) for name in ("hidden", "inner"))
     token = (8 * hidden + 4 * (inner or 4 * hidden)) * model.network.dtype.itemsize  # in one layer; the next reuses the memory
     return min(PREFILLED, int(SHARE * free_memory(model.device)) // token)

@@ -308,7 +308,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Tell the activation cache which rows have each completion's tokens. The last token has no row: it is never an input."""
+        """Tell the activation cache which of its rows belong to each completion. The last token, never an input, has no row."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]

@@ -65,9 +65,9 @@ class GroupedCache(KVCache):
         return order
 
     def seats(self, size: int) -> Seats:
-        """Return the `Seats` of the active slots, padded to `size`. The grid is padded too, which saves CUDA graphs."""
+        """Return the `Seats` of the active slots, padded to `size`."""
         members = np.bincount(self.owners, minlength=self.count)
-        rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))
+        rows, most = (1 << (int(n) - 1).bit_length() for n in (self.count, members.max()))  # few sizes need few CUDA graphs
         by_owner = self.owners.argsort(kind="stable")
         place = np.arange(len(by_owner)) - (members.cumsum() - members).repeat(members)
         seat, behind = np.zeros((2, size), dtype=np.int64)

@@ -75,7 +75,7 @@ class Bundle:
 
 
 def bundle(texts: Sequence[Example]) -> list[Bundle]:
-    """Split a row's examples into bundles of consecutive ones, so that as few tokens as possible are computed."""
+    """Split a row's examples into bundles of consecutive examples, so that as few tokens as possible are computed."""
     best: list[tuple[int, list[Bundle]]] = [(0, [])]
     for end in range(1, len(texts) + 1):
         found = []
@@ -88,7 +88,7 @@ def bundle(texts: Sequence[Example]) -> list[Bundle]:
 
 
 def _branch(texts: Sequence[Example]) -> Bundle:
-    """Return one bundle of these examples. Its trunk is all that precedes the first target token of the last example."""
+    """Return one bundle of these examples. Its trunk is the last example up to its first target token."""
     contexts = [text.ids[: text.mask.index(True)] if any(text.mask) else text.ids for text in texts]
     starts = [common_prefix(context, contexts[-1]) for context in contexts]
     return Bundle(contexts[-1], texts, starts)

@@ -106,7 +106,7 @@ def _size(trajectory: Trajectory, shared: Sequence[int]) -> int:
 def assign_micro_batches(world: World, batch: Batch, row_mask: Tensor, budget: int) -> list[tuple[MicroBatch, float]]:
     """Return the micro-batches of at most `budget` tokens that this process computes, as pairs (micro-batch, weight).
 
-    The weight is 1, or 0 for a pass that only keeps step with other processes. Missing tokens are fetched into `batch.inputs`.
+    The weight is 0 for a pass whose loss does not count, otherwise 1. Missing tokens are fetched into `batch.inputs`.
     """
     micros = micro_batches(batch, row_mask, budget, num_teams(world))
     if world.size > 1:

@@ -121,7 +121,7 @@ def collect(run: OnlineRun, cursor: int, version: int, clock: Clock, cache: Acti
 
 
 def check_rewards(run: OnlineRun, trajectories: Sequence[Trajectory], before: Sequence[Sequence[int]] = ()) -> list[list[int]]:
-    """Raise `RewardError` if too many completions are unscored because a reward failed. For the result see `check_unscored`."""
+    """Raise `RewardError` if scoring failed for too many completions; see `check_unscored`."""
     reasons = [t.reason if t.status == "unscored" else None for t in trajectories]
     place = lambda row: bisect.bisect_left(run.prompts, row, key=lambda prompt: prompt.index)  # noqa: E731
     sources = [run.prompts[place(t.row)].row.source for t in trajectories] if any(reasons) else []

@@ -116,15 +116,15 @@ def staleness(trajectories: Sequence[Trajectory], step: int, lag: int) -> dict[s
 
 
 class TokenFigures:
-    """The log-probs and entropies [rows, T] of a batch's first `rows` rows, from the last pass over each; NaN without a pass."""
+    """The log-probs and entropies of a batch's first `rows` rows, as the last forward pass over each row gave them."""
 
     def __init__(self, rows: int, prepared: Prepared) -> None:
         self.prepared, self.count = prepared, min(rows, prepared.batch.mask.shape[0])
         shape = (self.count, prepared.batch.mask.shape[1])
-        self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        self.logp, self.entropy = torch.full(shape, math.nan), torch.full(shape, math.nan)  # NaN: no pass yet
 
     def store(self, rows: Tensor, evaluation: PolicyOutputs, sums: LossSums) -> None:
-        """Store a pass's log-probs and entropies when `sums` next copies tensors to the host. `rows` are the pass's rows."""
+        """Store the log-probs and entropies of a forward pass over `rows`. `sums` copies them to the host later."""
         wanted = rows < self.count
 
         def fill(table: Tensor, values: Tensor) -> None:
@@ -142,10 +142,7 @@ class TokenFigures:
         return self
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return columns of rollouts.jsonl (see `RolloutRow`) for every row of the batch, as one dict per row.
-
-        Only the first `count` rows have columns with a value per token.
-        """
+        """Return each row's columns of rollouts.jsonl (see `RolloutRow`). Only the first `count` rows have values per token."""
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
         chosen = batch.mask[: self.count].numpy()

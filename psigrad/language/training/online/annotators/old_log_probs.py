@@ -76,7 +76,7 @@ class OldLogProbs(Annotator):
         self._compared: Batch | None = None
 
     def columns(self, run: OnlineRun, batch: Batch, step: int, cache: ActivationCache | None) -> Batch:
-        """Recompute `logp_old` if needed. If the current weights sampled the batch, compare log-probs unless `add_terms` will."""
+        """Recompute `logp_old` if needed, and compare it with the sampler's log-probs."""
         self.gap = LogProbGap()
         model, budget, temperature, world = run.model, run.config.micro_batch_tokens, run.params.temperature, run.world
         reused = cache is not None and bool(cache.slabs)  # then training and sampling have the same log-probs
@@ -84,7 +84,7 @@ class OldLogProbs(Annotator):
         # In a single pass, `add_terms` sets `logp_old`.
         enough = (run.exact_sampling or run.single_pass) and not stale
         drops = run.config.model.lora_dropout > 0  # then the trained policy differs from the sampling one
-        self._compared = batch if enough and not reused and not drops else None
+        self._compared = batch if enough and not reused and not drops else None  # `add_terms` compares this batch
         if (reused or drops) and not stale and step % COMPARE_EVERY == 0 and len(present := batch.present.nonzero()[:, 0]):
             # Take other completions each time, and run them forward without the cache.
             size, count = math.ceil(len(present) / COMPARED), step // COMPARE_EVERY
