@@ -137,8 +137,8 @@ class VarlenLayout(_Unpadded):
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): the indices for `_Copies`.
 
-        `tokens` lists the token of each key. `copies[p]` lists the keys of token p, one of the P tokens of prefixes, padded where
-        `missing` is True. `single` lists the key of each later token.
+        `tokens` has the token of each key. `copies` has the keys of each of the P prefix tokens, with padding where `missing` is
+        True. `single` has the key of each other token.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -265,12 +265,12 @@ def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, per row of `blocks` [Q, K], (the number of True values [1, 1, Q], their columns, then the others [1, 1, Q, K])."""
+    """Return, per row of `blocks` [Q, K], (the number of True values [1, 1, Q], the columns [1, 1, Q, K] with these first)."""
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Return flex_attention. It is compiled on a GPU, once for all lengths. Elsewhere it is not compiled and skips no block."""
+    """Return flex_attention, on a GPU compiled once for all lengths."""
     plain: Callable[..., Any] = flex_attention
-    return torch.compile(plain, dynamic=True) if device == "cuda" else plain
+    return torch.compile(plain, dynamic=True) if device == "cuda" else plain  # uncompiled, it skips no block

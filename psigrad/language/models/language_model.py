@@ -192,8 +192,8 @@ class LanguageModel(Pretrained):
     ) -> PolicyOutputs:
         """Return `PolicyOutputs` with log π [N, T] of every target token, and 0 at all other positions.
 
-        On request the result also has the entropy, the exact KL to the model `kl_to` (or another `Divergence`), and the value
-        head's V. `packed=False` selects padded passes, which are slower. Activations in `cache` are reused.
+        On request the result also has the entropy, the divergence from `kl_to` (for a model, the exact KL), and the value head's
+        V. `packed=False` selects padded passes, which are slower. Activations in `cache` are reused.
         """
         stats, targets = self.stats(
             inputs, temperature=temperature, entropy=entropy, kl_to=kl_to, value=value, packed=packed, cache=cache
@@ -263,7 +263,7 @@ class LanguageModel(Pretrained):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return (hidden states, head) of the reference model `other`, without gradient; see `_target_hidden`.
 
-        `forward` is the layout of the policy's tokens, `inputs`. The reference reads `request.inputs` instead if they are set.
+        `forward` is the layout of `inputs`. The reference reads `request.inputs` instead if they are set.
         """
         theirs = replace(forward, cached=None, experts=None)
         if request.inputs is not None or other.why_padded != self.why_padded:
@@ -319,7 +319,7 @@ class LanguageModel(Pretrained):
 
     @property
     def _applies_head(self) -> bool:
-        """True if psigrad, not transformers, applies the LM head in a padded pass: in chunks, to save memory."""
+        """True if psigrad, not transformers, applies the LM head in a padded pass."""
         return bool(self.why_padded) and not self.full_logits  # padded passes of other models are only checks
 
     def without_adapter(self) -> contextlib.AbstractContextManager[Any]:
@@ -357,7 +357,8 @@ def load(
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     - `adapter` is a folder with LoRA weights to resume from.
-    - `tokenizer` (or its folder) replaces the one at `path`, and `eos_token` its EOS token if the vocabulary has it.
+    - `tokenizer` (or its folder) replaces the one at `path`.
+    - `eos_token` replaces the EOS token. It is ignored if the vocabulary lacks it.
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, for `sharded.shard`.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".

@@ -278,7 +278,7 @@ def merge_adapter(network: PreTrainedModel, adapter: nn.Module | None) -> Any:
 
 @torch.no_grad()
 def merging_loss(adapter: Any) -> float:
-    """Return the share of an adapter's update ΔW that merging rounds away, ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖, without DoRA."""
+    """Return the share of an adapter's update ΔW that merging rounds away: ‖round(W + ΔW) − W − ΔW‖ / ‖ΔW‖. Skip DoRA layers."""
     lost = whole = 0.0
     for module in adapter.modules():
         base = getattr(getattr(module, "base_layer", None), "weight", None)

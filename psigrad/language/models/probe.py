@@ -76,7 +76,7 @@ def check_causal(hf: PreTrainedModel, text: Sequence[int]) -> None:
     other = [*text[:-1], text[-1] - 1 if text[-1] else 1]
 
     def change() -> float:
-        """Compute each earlier token's change of logits, divided by their standard deviation. Return the lower quartile."""
+        """Return the lower quartile of the earlier tokens' changes, in standard deviations of a token's logits."""
         passes = (hf(input_ids=torch.tensor([ids], device=hf.device), use_cache=False).logits for ids in (text, other))
         one, two = (logits[0, :-1].float() for logits in passes)
         return float(((one - two).pow(2).mean(-1).sqrt() / one.std(-1)).quantile(0.25))
@@ -171,9 +171,9 @@ def fuse(model: Any, texts: Groups, recompute: bool) -> tuple[Decoder | None, st
 
 @torch.no_grad()
 def attach_kernels(model: Any, texts: Groups) -> tuple[Any, str]:
-    """Enable those of psigrad's kernels that do not change a packed model's outputs on `texts`. Return (kernels, reason).
+    """Enable those of psigrad's kernels that do not change a packed model's outputs on `texts`.
 
-    `kernels` is the `ModuleKernels` if enabled, else None. `reason` says why kernels for recurrent layers are not, or is "".
+    Return (the `ModuleKernels` or None, the error of the kernels for recurrent layers or "").
     """
     from psigrad.language.models.fused.gpu_parts import GpuParts
     from psigrad.language.models.fused.module_kernels import ModuleKernels
@@ -223,7 +223,7 @@ def _enable(parts: Any, model: Any, inputs: ForwardInputs) -> None:
 
 
 def _why_not(hf: PreTrainedModel, numbers: Callable[[bool], Tensor]) -> str:
-    """Return "" if the kernels keep the model's outputs up to rounding, else the `difference`, or the error that they raise.
+    """Return "" if the kernels keep the model's outputs up to rounding, else a message with the difference or error.
 
     `numbers(True)` returns the outputs with the kernels, and `numbers(False)` those without.
     """

@@ -106,13 +106,11 @@ class ScalarModel(Pretrained):
 
 
 def _read_out(head: Any, hidden: Tensor) -> Tensor:
-    """Return the head's outputs w · h [M] for hidden states h. Half precision is cast to float32 first.
-
-    In bfloat16 a reward of 12.3 would become 12.3125.
-    """
+    """Return the head's outputs w · h [M] for hidden states h, in float32 if the model is in half precision."""
     if type(head) is not nn.Linear or hidden.dtype not in (torch.bfloat16, torch.float16):
         made: Tensor = head(hidden)[:, 0]
         return made
+    # in bfloat16 a reward of 12.3 would become 12.3125
     return nn.functional.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
 
 

@@ -125,7 +125,7 @@ def gather(model: Pretrained, names: set[str] | None = None) -> Iterator[tuple[s
 def save_merged(model: Pretrained, world: World, folder: Path, saved_form: str = "merged") -> None:
     """Gather a sharded model, and save it in Hugging Face format. Rank 0 needs memory for all weights.
 
-    `saved_form` is "merged" (the model with LoRA merged in), "adapter" (only the adapter) or "both" (also the folder adapter/).
+    `saved_form` is "merged" (the model with LoRA merged in), "adapter", or "both", with the adapter in the subfolder adapter/.
     """
     state: dict[str, Tensor] = {}
     for name, weight in gather(model):

@@ -39,7 +39,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def check_tokenizer(path: str) -> None:
-    """Raise `ValueError` if the tokenizer at `path` could make a text far longer, or would take minutes to load."""
+    """Raise `ValueError` if the tokenizer at `path` could lengthen a text too much, or would take minutes to load."""
     added = 0
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
         if (file := file_of(path, name)) is None:

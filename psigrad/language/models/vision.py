@@ -359,7 +359,7 @@ def why_not_text(config: Any) -> str:
 
 
 def configure_vision(tokenizer: Any, network: Any, path: str) -> None:
-    """Make the tokenizer accept prompts with images if `network`, loaded from `path`, has a vision tower, otherwise only text.
+    """Make the tokenizer accept images in prompts if `network`, loaded from `path`, has a vision tower, else make it refuse them.
 
     Raises `ValueError` if the tower's image processor is at `path` but cannot be loaded.
     """

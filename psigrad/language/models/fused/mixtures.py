@@ -157,7 +157,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient; see `Layer.feed_gradient`. The caller replaced the router's logits in `kept` by their gradient."""
+        """Return the gradient; see `Layer.feed_gradient`. `kept` has the gradient of the router's logits in their place."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)
