@@ -191,7 +191,7 @@ INNER = {"psi": "psi", "returns": "psi", "surrogate": "surrogate"}
 
 
 def _inner(name: str, value: Any, outer: Any) -> Any:
-    """Return the value of the parameter `name` of the part `outer`: `value`, or the part that it describes."""
+    """Return the part that `value` describes if the parameter `name` of `outer` holds a part. Otherwise return `value`."""
     return value if name not in INNER or value is None else _part(INNER[name], value, getattr(outer, name, None))
 
 

@@ -94,10 +94,8 @@ class Setting(NamedTuple):
 
 
 def cached(function: C) -> C:
-    """Return the function with its results cached and its type unchanged.
-
-    `functools.cache` changes the type to one that takes hashable arguments, and mypy does not accept some classes as hashable.
-    """
+    """Return the function with its results cached and its type unchanged."""
+    # The type from `functools.cache` needs hashable arguments, and mypy does not accept some classes as hashable.
     return cast(C, cache(function))
 
 
@@ -120,7 +118,7 @@ def unread_settings(cls: Any) -> dict[str, str]:
 
 @cached
 def types_of(cls: Any, notes: bool = False) -> Mapping[str, Any]:
-    """Return {name: type} of a class's fields, with or without the notes of `Annotated`. Cached: a lookup takes milliseconds."""
+    """Return {name: type} of a class's fields, with or without the notes of `Annotated`."""
     return MappingProxyType(get_type_hints(cls, include_extras=notes))
 
 

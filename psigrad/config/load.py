@@ -112,7 +112,7 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return the file's value `above` in place of the default `below`. A section keeps the defaults that the file omits."""
+    """Return the value `above`, which replaces the default `below`. A section keeps the defaults that `above` omits."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
@@ -125,7 +125,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], source: str) -> T:
 def to_dict(config: Any) -> dict[str, Any]:
     """Return the settings as plain JSON values. Loading them gives the same settings, except for rows given from Python.
 
-    Functions become "module:name", rows given from Python "rows:<count>:<SHA-256>".
+    Functions become "module:name", and rows given from Python become "rows:<count>:<SHA-256>".
     """
     return {f.name: _plain(getattr(config, f.name), f.name) for f in dataclasses.fields(config)}
 
@@ -136,7 +136,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`, which are not from it."""
+    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`."""
 
     def locate(name: str) -> str:
         return f"{source}: {name}" if source and name not in beside else name
@@ -168,7 +168,7 @@ def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str
 
 
 def _drop_unread(cls: type[Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `values` without the settings that the command does not read. A value moves to the setting that replaces its own.
+    """Return `values` without the settings that the command does not read. A replaced setting's value moves to its replacement.
 
     Raises `UserError` if a value that differs from the default would have no effect.
     """
@@ -212,7 +212,7 @@ def _refuse_unknown(cls: type[Any], values: Mapping[str, Any], source: str, pref
 
 
 def _convert_types(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn paths into text, wrap a single value where the field is a tuple, and add `cls`'s defaults to each section."""
+    """Turn paths into text and single values of tuple fields into tuples, and add `cls`'s defaults to each section."""
     hints = types_of(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():

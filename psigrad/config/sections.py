@@ -238,7 +238,7 @@ class Sampling:
     """With sampler=embedded on a GPU: capture decoding steps as a CUDA graph per batch size, and replay it."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return vLLM's memory share without a trainer: 0.8, or 0.8·`gpus` for part of a GPU. A changed `vllm_memory` wins."""
+        """Return vLLM's memory share without a trainer: `vllm_memory` if changed, else 0.8 (0.8·`gpus` for part of a GPU)."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property

@@ -131,8 +131,8 @@ def expand(
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
     """Replace each shortcut in `given` by the settings that it stands for. Return (new list, [(shortcut, error message)]).
 
-    `given` overrides `values`, the nested settings so far. `more` adds shortcuts to psigrad's own. A shortcut to a part that the
-    method lacks goes to the second list, or is dropped if `needless(shortcut)` is True.
+    `given` overrides `values`, the nested settings so far. `more` adds shortcuts to psigrad's own. The second list
+    has the shortcuts to parts that the method lacks, except those for which `needless(shortcut)` is True.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -211,7 +211,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """Return [(dotted path, KL coefficient)]. In distillation, return [("kl", mixture)]: 0 is forward KL, 1 reverse KL."""
+    """Return [(dotted path, KL coefficient)]. In distillation: [("kl", mixture)], from forward KL (0) to reverse KL (1)."""
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
     kl = root.parameters["kl"].parameters
@@ -261,7 +261,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return [(path, s)] of advantages that subtract group means. s says whose std they divide by: "batch", "group" or "none"."""
+    """Return (path, value of `scale_rewards`) of each part that subtracts group means. It is "group", "batch" or "none"."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)
@@ -293,7 +293,8 @@ _RATIOS = {"sequence_token": "sequence"}
 def _filter(part: str, field: str = "") -> tuple[Callable[[Part], Places], Callable[[Part, str, Any], Any]]:
     """Return the functions (find, write) of a `Shortcut` that adds the filter named `part` to the slot `keep`, or removes it.
 
-    The shortcut's value is True (add) or False (remove). With `field`, it is the filter's parameter `field`, or null (remove).
+    Without `field`, the shortcut's value is True or False. With it, the value is that of the filter's parameter `field`;
+    null removes the filter.
     """
 
     def names(root: Part) -> list[Part]:

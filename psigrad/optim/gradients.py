@@ -38,7 +38,7 @@ class Use(Protocol):
 class Sums:
     """For each of the given `weights` (default: any weight), the sum of its gradients over all its uses in an optimiser step.
 
-    With `recompute`, a gradient is not stored if blocks of it can be computed when needed; see `defers`.
+    With `recompute`, some gradients are computed in blocks when needed, not stored; see `defers`.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None = None, *, recompute: bool = False) -> None:
@@ -54,10 +54,7 @@ class Sums:
         return self._weights is None or weight in self._weights
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return `weight.grad`, the tensor in which a weight's gradients are summed.
-
-        If it is None, first set it to zeros, in the tensor of the previous step if there is one.
-        """
+        """Return `weight.grad`, the tensor in which a weight's gradients are summed. If it is None, first set it to zeros."""
         if weight.grad is None:
             before = self.tensors.get(weight)
             fits = before is not None and (before.shape, before.dtype, before.device) == (
@@ -91,10 +88,7 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """Add the gradients of a weight's stored uses to its `.grad`, if it has one. Call this after a step's last backward pass.
-
-        A weight without a `.grad` keeps its uses for `blocks`.
-        """
+        """Add the gradients of stored uses to each weight's `.grad` that is not None. Call this after the last backward pass."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}

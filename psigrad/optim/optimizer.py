@@ -153,7 +153,7 @@ class Optimizer:
 
     @property
     def has_buffers(self) -> bool:
-        """True if a half-precision weight has a `buffer`, as after a step with several backward passes."""
+        """True if a half-precision weight has a `buffer`."""
         return any(w.buffer is not None for w in self._half)
 
     @contextlib.contextmanager
@@ -180,10 +180,7 @@ class Optimizer:
             w.buffer = None
 
     def finish_backward(self) -> None:
-        """Complete the gradient sums after a step's last backward pass.
-
-        If some gradients of a half-precision weight were summed in float32, add the others to this sum, in the master's `.grad`.
-        """
+        """Complete the gradient sums after a step's last backward pass."""
         self.sums.finish()
         for w in self._half:
             if w.parameter in self.sums.float32:
@@ -198,7 +195,7 @@ class Optimizer:
         return [w.master for w in self.weights.values() if w.local is w.parameter]
 
     def norm(self, read: Read = to_list) -> float:
-        """Put each gradient where the update reads it. Return the norm of all gradients, which `read` copies to the CPU."""
+        """Return the norm of all gradients, which `read` copies to the CPU. Also prepare the gradients for `apply`."""
         for w in self._sharded:
             w.local.grad = None if w.parameter.grad is None else local_of(w.parameter.grad)
         for w in self._half:

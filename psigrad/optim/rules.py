@@ -64,7 +64,7 @@ class UpdateRule(Protocol):
         """Return the initial state of the parameter `p`, called `name`, as {name of a state tensor: tensor}."""
 
     def step(self, updates: Sequence[Update], step: StepSize) -> None:
-        """Update the weights and states in `updates` in place. `updates` has the rule's parameters that have a gradient."""
+        """Update the weights and states in `updates` in place."""
 
 
 def adamw_kernels(dtype: torch.dtype, device: str) -> OptimizerKernels | None:

@@ -23,7 +23,7 @@ GRACE, WORDS = 10.0, 8000
 
 
 def is_rank() -> bool:
-    """Return True if this process was started as a rank: then WORLD_SIZE is set in the environment."""
+    """Return True if this process was started as a rank."""
     return "WORLD_SIZE" in os.environ
 
 

@@ -259,7 +259,7 @@ def _make_group(device: str, size: int, minutes: float) -> None:
 
 
 def check_equal(world: World, values: Mapping[str, str]) -> None:
-    """Raise `UserError` if the processes have different values for a name in `values`. The message contains the name."""
+    """Raise `UserError` if the processes do not all have the same `values`."""
     each = world.all_gather(dict(values))
     for name in values:
         others = [rank for rank, own in enumerate(each) if own.get(name) != each[0].get(name)]
@@ -288,7 +288,7 @@ def num_teams(world: World) -> int:
 def shard(world: World, parts: Sequence[T], rank: int | None = None) -> list[tuple[T, float]]:
     """Return [(part, weight), …] for the parts of a step that this process, or the process `rank`, computes.
 
-    The weight is 1. With `world.lockstep`, it is 0 for a part that only makes the number of parts the same on all processes.
+    The weight is 1. With `world.lockstep`, a process with one part fewer than others gets an extra part, with weight 0.
     """
     shares = num_teams(world)
     own = [(part, 1.0) for part in parts[(world.rank if rank is None else rank) // world.division.team :: shares]]
