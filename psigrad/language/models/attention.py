@@ -241,7 +241,7 @@ class PackedLayout:
         return near & self._or_same_block((distance >= 0).to(near.device), self.prefix_rows)
 
     def _or_same_block(self, causal: Tensor, rows: Tensor) -> Tensor:
-        """Add attention between all tokens of the same block to the mask `causal` [L, L]. With `blocks`, return [K, 1, L, L].
+        """Return `causal` [L, L] without `blocks`, else a mask [K, 1, L, L] that also allows attention within each block.
 
         `rows` [K, L] has the positions of K pieces' tokens in the packed row.
         """
@@ -308,10 +308,10 @@ class PackedLayout:
         return how.finish(made).index_select(0, own)
 
     def _windows(self, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (rows [E], begin [S], windows [S, taps]), the tables of the packed tokens that a convolution reads.
+        """Return (rows [E], begin [S], windows [S, taps]), the positions of the tokens that a convolution reads; -1: none.
 
-        `windows[s]` has the positions of the last `taps` tokens up to token s (-1: none). It begins at index `begin[s]` of
-        `rows`, which lists for each piece the `taps - 1` tokens before it (-1: none), then its own tokens.
+        `rows` lists for each piece the `taps - 1` tokens before it, then its own tokens. `windows[s]` has the last `taps` tokens
+        up to token s; they start at index `begin[s]` of `rows`.
         """
         if taps not in self._taps:
             pieces, before = self.pieces, np.arange(1 - taps, 0)
@@ -333,8 +333,8 @@ class PackedLayout:
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return (the outputs of `scan`, the final states [segments, ...] of the row's `segments`). If `every` is False, the C++
-        kernels return only the states of segments that another segment continues.
+        """Return (the outputs of `scan`, the final state of each of the `segments`). If `every` is False, the C++ kernels leave
+        out the states that no other segment starts from.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -367,9 +367,9 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row's segments: (`order`, `inverse` [S], waves). A prefix is cut into segments where a sequence branches off.
 
-        A wave is a batch of padded segments: ((number of segments, longest length), `source`). `source` has the number of the
-        segment that each one continues, counted over all waves (-1: none); None if all are -1. `order` has the packed positions
-        of all waves' tokens (-1: padding); `order[inverse[s]]` is s.
+        A wave is a batch of padded segments: ((number of segments, longest length), `source`). `source[i]` is the
+        number, counted over all waves, of the segment that segment i continues (-1: none). If all are -1, `source` is None.
+        `order` has the packed positions of all waves' tokens (-1: padding); `order[inverse[s]]` is s.
         """
         tables, shapes = [], []
         for wave in self._waves:

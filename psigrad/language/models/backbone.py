@@ -267,11 +267,11 @@ class Pretrained(ABC):
         return hidden.to(self.network.dtype)
 
     def _padded(self, module: Any, inputs: ForwardInputs) -> Any:
-        """Return the output of transformers' `module` for padded inputs. It sets the positions, which in RoBERTa start at 2."""
+        """Return the output of transformers' `module` for padded inputs."""
         if self.dropout_masks.used:
             self.dropout_masks.read(inputs)
         vision = self._check_images(inputs)
-        made = module(
+        made = module(  # it sets the positions, which in RoBERTa start at 2
             **({"input_ids": inputs.input_ids} if vision is None else vision.forward_arguments(inputs)),
             attention_mask=inputs.attention_mask,
             use_cache=False,
@@ -335,7 +335,7 @@ class Pretrained(ABC):
         return self
 
     def attend(self, choice: str) -> None:
-        """Set the attention of packed passes: "varlen", "flex", "sdpa", or "auto": on a GPU the first that works, else "sdpa"."""
+        """Set the attention of packed passes: "varlen", "flex", "sdpa" or "auto" (on a GPU the first that works, else "sdpa")."""
         attend(self, choice)
 
     def frozen_copy(self) -> Self:
@@ -402,7 +402,7 @@ def reshard(model: Pretrained) -> None:
 
 
 def _unscaled_lengths(config: Any) -> list[int]:
-    """Return for each longrope or dynamic NTK embedding the length above which its angles depend on the longest sequence."""
+    """Return the lengths above which the angles of longrope and dynamic NTK embeddings depend on the longest sequence."""
     rope = getattr(config, "rope_parameters", None) or {}
     tables = list(rope.values()) if rope and all(isinstance(table, dict) for table in rope.values()) else [rope]
     lengths = [

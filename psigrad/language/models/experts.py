@@ -45,7 +45,7 @@ class LoadBalancing:
         return {"output_router_logits": True} if torch.is_grad_enabled() else {}
 
     def compute(self, output: Any, mask: Tensor | None = None) -> None:
-        """If gradients are enabled, compute the auxiliary loss of one forward pass for `add_to`. `mask` [B, S]: 0 is padding."""
+        """If gradients are enabled, store the auxiliary loss of one forward pass for `add_to`. `mask` [B, S]: 0 is padding."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         logits = getattr(output, "router_logits", None)

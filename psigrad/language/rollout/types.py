@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length"]
 class Prompt:
     """A prompt from the dataset: the `index` of its row, its token `ids`, and the `row` itself.
 
-    `teacher_ids` is the prompt of the reference model; empty: `ids`.
+    `teacher_ids` is the prompt of the reference model. If it is empty, this model reads `ids` too.
     """
 
     index: int

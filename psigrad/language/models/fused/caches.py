@@ -206,8 +206,8 @@ class ActivationCache:
         self._head = head_now if self._head == head_now or not self._completions else _MIXED
 
     def clear(self) -> None:
-        """Free all rows, and store none from now on: callers still hold indices of freed rows, which new rows would reuse."""
-        self.limit = -1.0
+        """Free all rows, and store none from now on."""
+        self.limit = -1.0  # since callers still hold indices of freed rows, which new rows would reuse
         self.slabs, self._taken, self._prompts, self._completions = [], [], {}, {}
 
     def find(self, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], weights: Iterable[Tensor]) -> CacheHit | None:
@@ -370,7 +370,7 @@ class PackedWeights:
     ) -> list[PackedProjection] | None:
         """Return the packed matrices of the layer `key`; None at the memory limit or if a matrix can't be packed.
 
-        If there are none, or `weights` have changed, the result of `make` is packed.
+        On the first call, or if `weights` have changed, the result of `make` is packed.
         """
         have = self._layers.get(key)
         if have is not None and have[0] == versions(weights):
@@ -388,7 +388,7 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """Return the packed LM head; None if it is not packed."""
+        """Return the packed LM head; None if it cannot be packed or packing does not pay yet."""
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
         packed = None if asked == 1 else packed

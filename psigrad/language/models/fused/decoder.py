@@ -156,8 +156,8 @@ class Decoder:
     ) -> Tensor:
         """Return the hidden states [B, S, E] of all tokens, or with `target_rows` [M] only the states [M, E] of these tokens.
 
-        Activations are added to `keep` (without gradients), or read from `cached`. With gradients, each router's logits
-        [B·S, experts] are appended to `router_logits`.
+        Activations are read from `cached` or, in a pass without gradients, added to `keep`. A pass with gradients appends each
+        router's logits [B·S, experts] to `router_logits`.
         """
         ids, inputs = input_ids.flatten(), None
         if isinstance(layout, PackedLayout):  # compute equal tokens once; a decoding step has too few rows to benefit
@@ -304,7 +304,7 @@ def _heads(base: Any, config: Any, family: Family, attending: dict[int, Any], ep
 
 
 def _order(layers: Sequence[Any], ropes: Sequence[str | None]) -> list[Layer]:
-    """Return the attention `layers` that compute their own keys and values. Set the `order` of all to an index in the result.
+    """Set the `order` of the attention `layers`. Return those that compute their own keys and values, in this order.
 
     `ropes` are the names of the layers' rotary embeddings.
     """

@@ -27,7 +27,7 @@ def _by_layer(config: Any, layer: int) -> int | None:
 
 
 def _mixer(state: str, attention: str = "") -> Callable[[Any, int], str]:
-    """Return a `Family.mixer`: `state` for recurrences and convolutions, "squared ReLU" for MLPs, otherwise `attention`."""
+    """Return a `Family.mixer`. It returns `state` for recurrences and convolutions, "squared ReLU" for MLPs, else `attention`."""
     kinds = {"conv": state, "linear_attention": state, "mamba": state, "mlp": "squared ReLU"}
     return lambda config, layer: kinds.get(config.layer_types[layer], attention)
 

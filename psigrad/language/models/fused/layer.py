@@ -76,7 +76,7 @@ class PassArguments(NamedTuple):
 
     - `angles`, `keys` (keys and values that later layers reuse) and `key_gradients` are indexed by `Layer.order`.
     - `adapted` is True if LoRA is active. `balanced` is True if the loss includes the routers' load-balancing loss.
-    - `inputs[i]` is layer i's extra input (Gemma 4). `tokens` maps tokens to its rows.
+    - `inputs[i]` is layer i's extra input (Gemma 4). `tokens` maps tokens to the rows of these inputs.
     - `ready[i]` are the current weights of layer i. If `ready` is None, the layers read their weights.
     """
 
@@ -251,10 +251,7 @@ class Layer:
         return y, (row, mixed, normaliser, *own, *plain)
 
     def _join(self, group: int, weights: LayerWeights, x: Tensor, base: Tensor, plain: list[Tensor]) -> Tensor:
-        """Return base + r·m(p) with p = x·Wᵀ and W the matrix of `group`. If there is a norm m, append p to `plain`.
-
-        `Layer` explains r and the norms.
-        """
+        """Return base + r·m(p) with p = x·Wᵀ and W the matrix of `group`. If there is a norm m, append p to `plain`."""
         norm, out = weights.norms[2 + group // 2], torch.empty_like(base)
         if norm is None and self.residual == 1.0:
             return weights.apply(group, x, out, residual=base)
@@ -311,8 +308,8 @@ class Layer:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return (the gradient of x, a list of the gradients of `weights`). A frozen matrix has None in place of a gradient.
 
-        `learns` is True for each weight that needs a gradient. `kept` has the tensors from `forward`, which are removed from it.
-        If `overwrite` is True, gradients may overwrite them.
+        `learns` is True for each weight that needs a gradient. `kept` has the tensors from `forward`; the list is emptied.
+        If `overwrite` is True, gradients may overwrite the tensors.
         """
         weights = self.current_weights(how.adapted) if how.ready is None else how.ready[self.index]
         made = WeightGradients(self, weights, learns)
