@@ -205,8 +205,8 @@ def _load_rows(dataset: Dataset, settings: Mapping[str, Any]) -> Any:
 def _rows(dataset: Dataset, split: str = "train", setting: str = "split", default_split: str = "train") -> Any:
     """Return a dataset in a form that can be read more than once: a name, or a list of rows.
 
-    For a `DatasetDict`, return the rows of `split`. Other datasets have only the split `default_split`. `setting` is the name of
-    the argument in error messages.
+    For a `DatasetDict`, return the rows of `split`. Rows without splits count as `default_split`. `setting` is the name of the
+    argument in error messages.
     """
     name = parse_split(split).name  # the recipe applies a slice, such as train[:90%], later
     if isinstance(dataset, str | os.PathLike):

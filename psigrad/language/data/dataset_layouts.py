@@ -173,7 +173,7 @@ def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _unify_kinds(row: dict[str, Any], form: str, source: str) -> str:
-    """Convert the row's prompt and answers to messages if either is, and remove the prompt from the answers.
+    """If the prompt or the answers are messages, convert the others to messages, and remove the prompt from the answers.
 
     `form`: see `translate`. Errors name `source`. Return a note for the log, or "".
     """

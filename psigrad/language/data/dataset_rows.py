@@ -80,10 +80,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A rejected row and the reason.
-
-    `column` is "" if the whole row is at fault. Then `source` ends with the position of the first invalid character, if known.
-    """
+    """A rejected row and the reason. `column` is "" if the whole row is at fault."""
 
     source: str
     column: str

@@ -181,7 +181,7 @@ def read(given: Any, base: Path) -> tuple[Picture, bool]:
 
 @functools.lru_cache(maxsize=65536)
 def _of_file(path: Path, *stat: int) -> tuple[Picture, bool]:
-    """Read an image file and return (the image, True if it is animated). If `stat` differs, the cache reads it again."""
+    """Read an image file and return (the image, True if it is animated). `stat` makes the cache read a changed file again."""
     return _of_bytes(path.read_bytes(), path)
 
 
@@ -283,10 +283,7 @@ def to_agent_row(row: Row, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def to_json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without image marks in its prompt and completion, as JSON values. `insert_marks` puts the marks back.
-
-    The column `images` gets the images' paths or data URLs.
-    """
+    """Return a row as JSON values, with images (paths or data URLs) in the column `images` instead of marks in the texts."""
     texts = [row.get("prompt"), row.get("completion")]
     found = [images.picture(digest) for text in texts for digest in _digests_in(text)]
     if not found:

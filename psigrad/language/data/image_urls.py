@@ -107,7 +107,7 @@ def _replace(raw: object, names: set[str], change: Callable[[str, str], str]) ->
 
 
 def fetch(url: str) -> Path | str:
-    """Download an image into the cache and return its file, or the reason for a failure, worded to follow "the URL …, which"."""
+    """Download an image into the cache and return its file, or the reason if this fails."""
     place = cache_folder("images") / hashlib.sha256(url.encode()).hexdigest()
     if place.exists():
         return place
@@ -117,7 +117,7 @@ def fetch(url: str) -> Path | str:
     try:
         read(data, Path())
     except ValueError as error:
-        return f"gives no image: the answer {error}"
+        return f"gives no image: the answer {error}"  # it follows "the URL …, which"
     images.write_whole(place, data)
     return place
 

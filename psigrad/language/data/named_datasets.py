@@ -25,7 +25,7 @@ _network = {"missing": False}
 
 
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
-    """Return the raw rows of a split, or of a slice of it. In a source without splits, each name in `single` selects all rows."""
+    """Return the raw rows of a split, or of a slice of it. A source without splits accepts each name in `single`."""
     part = parse_split(split)
     if dataset.startswith("task:"):
         _check_single(part, dataset, "", single)
@@ -58,7 +58,7 @@ def read_named(dataset: str, split: str, *, streaming: bool = False, single: Seq
 
 
 def _check_single(part: SplitSlice, name: str, own: str, single: Sequence[str]) -> None:
-    """Raise `UserError` unless `part` has a valid name for the only split of the source `name`: `own`, or one of `single`."""
+    """Raise `UserError` unless the split of `part` is `own` or one of `single`. The error names the source `name`."""
     if canonical_split(part.name) not in (own, *single):
         cut = f"{own or single[0]}[:90%]"
         reason = f"{name} has only one split, and it is not {part.name!r}"

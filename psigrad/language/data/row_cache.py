@@ -35,7 +35,7 @@ class UncacheableError(ValueError):
 
 
 def pack_row(row: Row) -> tuple[str, list[int]]:
-    """Return (a row as JSON, no token ids). Raise `UncacheableError` if JSON cannot represent it, or if it may have an image."""
+    """Return (the row as JSON, []). Raise `UncacheableError` for a row with images, or one that JSON cannot represent."""
     values = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, (), {})}
     try:
         text = json.dumps(values)

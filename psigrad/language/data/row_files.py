@@ -179,7 +179,7 @@ def _json(path: Path, name: str) -> Records:
 
 
 def _refuse_one_object(data: bytes, path: Path) -> None:
-    """Raise `UserError` if `data`, the content of a file, is one JSON object over several lines. JSON lines are allowed."""
+    """Raise `UserError` if `data`, the content of a file, is one JSON object over several lines, instead of JSON lines."""
     try:
         one_object = b"\n" in data.strip() and isinstance(json.loads(data), dict)
     except (ValueError, RecursionError):
@@ -251,7 +251,7 @@ def _parquet(path: Path, name: str) -> Records:
 
 
 def _rows_at_once(metadata: Any, expansion: _Expansion) -> int:
-    """Return the number of rows to read in one batch of a Parquet file, so that it stays within the limit of `expansion`."""
+    """Return the number of rows of a Parquet file that can be read in one batch within the limit of `expansion`."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
     _Expansion(expansion.path).add(sum(max(c.total_uncompressed_size, c.num_values) for group in columns for c in group))

@@ -52,8 +52,8 @@ def load(
     """Load the rows of a file (JSONL, JSON, Parquet, CSV or TSV), a folder of such files, a saved or hub dataset, or a task.
 
     "openai/gsm8k:main" is a hub dataset and its configuration, "task:NAME" a reasoning-gym task. `form` is a key of `FORMS` or
-    "sft". `split` can have a slice: train[:90%]. In a source without splits, each name in `single` selects all rows. With
-    `max_rows` only the first rows are read. `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images.
+    "sft". `split` can have a slice: train[:90%]. A source without splits accepts each name in `single`. With `max_rows`
+    only the first rows are read. `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images.
 
     Raise `UserError` for malformed rows, or skip them with `bad_rows="skip"`.
     """
@@ -104,10 +104,9 @@ def _to_plain(value: Any, depth: int = 0) -> Any:
 
 
 def hold_out(parts: Sequence[Sequence[Row]], counts: Sequence[int], seed: int = 0) -> tuple[list[list[Row]], list[Row]]:
-    """Return (the training rows of each dataset in `parts`, the held-out rows of all), in the order of the source.
+    """Return (the training rows of each dataset in `parts`, the held-out rows of all), in their original order.
 
-    About `counts[i]` rows of dataset i are held out, all rows of a prompt together. Only if each prompt of a dataset has too many
-    rows, single rows are held out.
+    About `counts[i]` rows of dataset i are held out: if possible, all rows of a prompt together.
     """
     for part, count in zip(parts, counts, strict=True):
         check_held_out(count, len(part))
@@ -169,7 +168,7 @@ def _draw(counts: Sequence[int], seed: int, keys: Sequence[Sequence[Any]]) -> tu
 
 
 def _prompt_key(row: Row) -> bytes:
-    """Return a hash of the text that a model reads before its first answer, or of a row of text alone."""
+    """Return a hash of the text that a model reads before its first answer, or of the whole text if the row is plain text."""
     asked = to_turns(None, row).prompt or row.completion
     read = list(takewhile(lambda turn: not is_trained(turn), row.messages)) if row.messages else asked
     return blake2b(json.dumps(read, sort_keys=True, default=repr).encode(), digest_size=16).digest()
@@ -240,7 +239,7 @@ class MixturePart(NamedTuple):
 def parse_mixture(dataset: object) -> list[MixturePart]:
     """Return one `MixturePart` for each name in the list `dataset`. In "a.jsonl:0.7", 0.7 is the weight of a.jsonl.
 
-    Any other `dataset` is the only part.
+    A `dataset` that is not a list of names is the only part.
     """
     if not isinstance(dataset, list | tuple) or not dataset or not all(isinstance(name, str) for name in dataset):
         return [MixturePart(dataset, None)]
@@ -316,7 +315,7 @@ def read_rows(data: Data, form: str, eval_prompts: int | None, seed: int, log: L
 
 
 def read_dataset(data: Data, form: str, dataset: Any, split: str, log: Log | None = None) -> LoadedRows:
-    """Join the rows, and the skipped rows, of one or several datasets. Raise `UserError` if `load` does, or for an empty name."""
+    """Return the rows and the skipped rows of one or several datasets as one `LoadedRows`. Raise `UserError` as `load` does."""
     parts = _read_each(data, form, parse_mixture(dataset), split, log)
     return LoadedRows([row for part in parts for row in part.rows], [bad for part in parts for bad in part.skipped])
 

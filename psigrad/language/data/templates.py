@@ -241,7 +241,7 @@ def hidden_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def opened_thought(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
-    """Return the tag that opens a thought at the prompt's end, such as <think> for DeepSeek-R1's template; "" if none does."""
+    """Return the tag that opens a thought at the prompt's end, such as <think> for DeepSeek-R1; "" if there is none."""
     found = OPEN.search(images.decode(tokenizer, prompt_ids[-16:], clean_up_tokenization_spaces=False))
     return found.group() if found else ""
 
@@ -290,7 +290,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = Fa
 
 
 def _is_plain(backend: Any) -> bool:
-    """Return True if `backend`, the `tokenizers` object in a transformers tokenizer, returns the same ids as that tokenizer."""
+    """Return True if the `tokenizers` object `backend` gives the same ids as the transformers tokenizer that contains it."""
     return backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens)
 
 
