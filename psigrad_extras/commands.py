@@ -27,7 +27,7 @@ def check(arguments: list[str]) -> int:
     """Print checks of a model, its data and its settings before training. Return exit status 1 if a check fails."""
     rest = [argument for argument in arguments if argument != "--json"]
     name = rest.pop(0) if rest and not rest[0].startswith("-") and "=" not in rest[0] else ""
-    usage, method = " ".join(filter(None, ("check", name or "[METHOD]", "[--json]"))), declaration(name or "grpo")
+    usage, method = f"check {name or '[METHOD]'} --model PATH --dataset DATASET [--json]", declaration(name or "grpo")
     asked: Any = flags.parse(method.settings, usage, rest, method.defaults if name else None, CHECK)
     config, form = for_check(asked, name)
     from psigrad.records.report import terminal
@@ -69,7 +69,7 @@ def plan(arguments: list[str]) -> int:
 def compare(arguments: list[str]) -> int:
     """Train with several methods and draw the comparison."""
     methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
-    usage = "compare METHOD ... [--seeds 0 1 2] [--pairs FILE]"
+    usage = "compare METHOD ... --model PATH --dataset DATASET [--seeds 0 1 2] [--pairs FILE]"
     about = (
         "Compare methods over several seeds. All start from the same model and get the same number of samples. Preference "
         "methods train on the pairs in the file given by --pairs."
@@ -88,7 +88,7 @@ def compare(arguments: list[str]) -> int:
 
 def lm_eval(arguments: list[str]) -> int:
     """Print the results of lm-eval's tasks for a model, and for its baseline if there is one."""
-    config = flags.parse(LmEvalConfig, "lm-eval", arguments)
+    config = flags.parse(LmEvalConfig, "lm-eval --model MODEL --tasks TASK ...", arguments)
     with extras.needing("lm-eval", "lm-eval"):
         from psigrad_extras.connect import lm_eval as harness
     _print_tasks(harness.run(config).metrics)
@@ -116,24 +116,24 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[Any, PlanConfig]:
     """Return (settings of the method that the first argument names, settings of the plan). Print help and exit on --help."""
     name = next((text for text in arguments[:1] if not text.startswith("-")), "")
     if not name and flags.asks_for_help(arguments):
-        print("usage: psigrad plan METHOD [flags] [METHOD's settings]\n")
+        print("usage: psigrad plan METHOD --model PATH [flags] [METHOD's settings]\n")
         print("Predict the peak memory, batch sizes and speed of a run, without loading the model's weights.\n")
         flags.parse_known(PlanConfig, "plan", arguments)
         raise SystemExit(0)
     if not name:
-        raise UserError("plan got no method; the usage is psigrad plan METHOD [flags] [METHOD's settings].")
+        raise UserError("plan got no method; the usage is psigrad plan METHOD --model PATH [flags] [METHOD's settings].")
     method = declaration(name)
     asked, rest = flags.parse_known(PlanConfig, f"plan {name}", arguments[1:])
     rest = [part for given in rest for part in (given.split("=", 1) if given.startswith("--device=") else [given])]
     for place, (flag, value) in enumerate(itertools.pairwise(rest)):
         if flag == "--device" and re.fullmatch(r"[a-z]+\d.*", value.lower()):  # the name of a GPU, not cpu, auto or cuda:0
             asked, rest[place + 1] = replace(asked, gpu=value), "cuda"
-    return flags.parse(method.settings, f"plan {name}", rest, defaults=method.defaults), asked
+    return flags.parse(method.settings, f"plan {name} --model PATH", rest, defaults=method.defaults), asked
 
 
 def replay(arguments: list[str]) -> int:
     """Recompute a step of a run. Return exit status 1 if it differs from the recorded one."""
-    given = flags.parse_plain("replay RUN", arguments, {"step": 0, "method": (), "output": ""}, help_texts.REPLAY)
+    given = flags.parse_plain("replay RUN --step N", arguments, {"step": 0, "method": (), "output": ""}, help_texts.REPLAY)
     if not given["step"]:
         raise UserError("replay got no --step; give the number of a step of the run, from 1.")
     from psigrad.config.nested import read_value
@@ -170,7 +170,7 @@ def referee(arguments: list[str]) -> int:
 
 def export(arguments: list[str]) -> int:
     """Write a model in a format for other programs."""
-    return _export("export RUN_OR_MODEL", arguments, {"to": "", "quantization": "f16"}, help_texts.EXPORT)
+    return _export("export RUN_OR_MODEL --to FORMAT", arguments, {"to": "", "quantization": "f16"}, help_texts.EXPORT)
 
 
 def merge(arguments: list[str]) -> int:
@@ -231,7 +231,7 @@ def sweep(arguments: list[str]) -> int:
 
 def sample(arguments: list[str]) -> int:
     """Sample completions of a model and write them as a dataset."""
-    config = flags.parse(SampleConfig, "sample", arguments)
+    config = flags.parse(SampleConfig, "sample --model PATH --dataset DATASET --output FILE", arguments)
     from psigrad_extras.datasets import sample
 
     written = sample.run(config)
@@ -247,7 +247,7 @@ def sample(arguments: list[str]) -> int:
 def pairs(arguments: list[str]) -> int:
     """Convert rankings or ratings to preference pairs and write them."""
     known = {"dataset": "", "output": "", "columns": "", "scale": 10, "tie": 0.0}
-    given = flags.parse_plain("pairs", arguments, known, help_texts.PAIRS)
+    given = flags.parse_plain("pairs --dataset FILE --output FILE", arguments, known, help_texts.PAIRS)
     from psigrad_extras.datasets import sample
 
     written, converted = sample.convert(**given)

@@ -18,7 +18,7 @@ THEIRS: dict[str, tuple[str, str, Any, str]] = {
     "run.save_steps": ("trl.SFTConfig", "save_steps", 500, "every 500 steps; all are kept"),
     "prompts_per_step": ("trl.GRPOConfig", "per_device_train_batch_size", 8, "8 completions per process, all of one prompt"),
     "batch_size": ("trl.SFTConfig", "per_device_train_batch_size", 8, "8 rows per process"),
-    "cache_reference": ("trl.DPOConfig", "precompute_ref_log_probs", False, "computed in every step"),
+    "cache_reference": ("trl.DPOConfig", "precompute_ref_log_probs", False, "`False`: computed in every step"),
     "evaluation.num_generations_eval": ("trl.GRPOConfig", "num_generations_eval", None, "as many as `num_generations`"),
     "evaluation.eval_prompts": ("trl.SFTConfig", "eval_strategy", "no", "none are held out"),
     "algorithm.kl": ("trl.GRPOConfig", "beta", 0.0, "no KL to a reference"),

@@ -43,9 +43,9 @@ class GridSettings:
     step_reward: float = 0.0
     """Reward of every step; negative for a cost."""
     every: int = 0
-    """Show a sweep after every this many, besides the first and the last; 0: only those two."""
+    """Show every Nth sweep, besides the first and the last; 0: only those two."""
     play: float = 0.0
-    """Seconds between sweeps, to show them as a film instead of one below the other; 0: no film."""
+    """Play the sweeps as a film, with this many seconds between them; 0: print them one below the other."""
 
 
 def run(settings: GridSettings, console: Console | None = None) -> Sweep:

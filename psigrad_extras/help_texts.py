@@ -15,7 +15,7 @@ EXPORT = """\
 Write a model to a new folder. RUN_OR_MODEL is a run, a folder, a hub name or a GGUF file.
 --to: gguf (one file for llama.cpp, and a Modelfile for Ollama), merged (for transformers) or adapter (for peft)
 --output: folder to write; by default NAME-FORMAT in the current folder
---quantization: of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0
+--quantization: number format of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0
 --trust-remote-code: run the model's own Python code"""
 
 MERGE = """\
@@ -32,31 +32,31 @@ record; the exit status is 1 if there is any.
 --output: file for a page with every token; by default in RUN/replays/"""
 
 REFEREE = """\
-Train with TRL and psigrad on the same rows and tokens: give --trl, and optionally psigrad's settings file. Or compare two
-settings files of psigrad. Print the first tensor that differs; the exit status is then 1. Nothing is saved.
---trl: TRL's script with its arguments, in quotes; it runs unmodified. Without a settings file, its settings are converted
+Train with TRL and psigrad on the same rows and tokens (--trl, and optionally psigrad's settings file), or with two settings
+files of psigrad. Print the first tensor that differs; the exit status is then 1. Nothing is saved.
+--trl: TRL script with its arguments, in quotes; it runs unmodified. Without a settings file, its settings are converted
 --python: Python interpreter that runs TRL's script
---steps: steps to compare; a step is one collection of completions with all its updates
---tolerance: difference that counts as rounding, as a share of a tensor's scale; 0: 1e-4, or 5e-2 in half precision"""
+--steps: steps to compare; a step is one round of sampling with all its updates
+--tolerance: difference that counts as rounding, as a share of a tensor's scale; by default 1e-4, or 5e-2 in half precision"""
 
 SWEEP = """\
-Search over any settings with Optuna. METHOD is a method of `psigrad --all`, or: control ppo. The same command resumes a
-stopped study.
---search: each setting with its range (:log draws on a log scale) or its values
+Search over any settings with Optuna. METHOD is any method that `psigrad --all` lists, or the two words
+`control ppo`. The same command resumes a stopped study.
+--search: one or more settings, each with its range (:log: on a log scale) or its values
 --trials: number of trials in the study
 --seeds: seeds of each trial, such as 0 1 2; the trial's value is the mean over them (default 0)
---metric: held-out metric to optimise; by default the run's main one
+--metric: held-out metric to optimise; by default the one in a run's last line
 --direction: minimize or maximize; by default minimize for a loss, otherwise maximize
 --output-dir: folder of the study"""
 
 FROM_TRL = """\
-Print psigrad's equivalent settings, as YAML and as a command, and the differences from TRL. The script is only read.
+Print psigrad's equivalent settings, as YAML and as a command, and the differences from TRL. The script is read, not run.
 --trainer: TRL's trainer, such as grpo, if the file does not name it
---output: file for the YAML, which is then not printed"""
+--output: write the YAML to this file instead of printing it"""
 
 PUSH = """\
-Upload model/ of a finished run with its model card to REPO (user/name) on the Hugging Face hub. The token is read from
-HF_TOKEN or `hf auth login`. An existing repository gets a new commit.
+Upload the model of a finished run (its folder model/) with its model card to REPO (user/name) on the Hugging Face hub. The
+token is read from HF_TOKEN or `hf auth login`. An existing repository gets a new commit.
 --private: make a new repository private
 --revision: branch to upload to, created if it is missing; by default main"""
 
@@ -69,7 +69,7 @@ shows the result, and `psigrad chat DIR/grpo` talks to the model.
 --seed: seed of data, model and samples (default 0)
 --sft-steps: training steps from demonstrations (SFT)
 --rl-steps: training steps from rewards (GRPO)
---progress: progress bars; --no-progress prints only the result
+--progress: show progress bars (the default); --no-progress prints only the result
 --vision: train a vision-language model on a game about pictures instead; takes seven minutes"""
 
 DEMO_STARTS = """\

@@ -16,27 +16,27 @@ _FLAGS = """
 --dtype: precision of the model, float32 or bfloat16
 --device: auto, cpu or cuda
 --sampler: embedded (psigrad's) or vllm
---chat-template-path: file with another chat template
---threads: CPU threads; 0: all cores
---max-batch: completions that are sampled together
+--chat-template-path: file with a chat template to use instead of the model's
+--threads: CPU threads; by default all cores
+--max-batch: maximum number of completions sampled at once
 --trust-remote-code: run the model's own Python code
---vision: also load the vision tower of Qwen 3.5"""
+--vision: also load the vision tower, which only Qwen 3.5 needs"""
 _SERVE = f"""\
 Serve a model through the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages).
 Vision-language models read images as data URLs.
---name: one or more names of the model in requests; by default MODEL_OR_RUN
---port: port; 0: the first free one from 8500
---host: address to listen on; the default is this machine only
+--name: one or more names by which requests call the model; by default MODEL_OR_RUN
+--port: port; by default the first free one from 8500
+--host: address to listen on; the default accepts only this machine
 --token: token that clients must send; by default PSIGRAD_SERVE_TOKEN, or a new one, which is printed
---tinker: serve the Tinker API, whose client trains adapters of the model
---state: folder for responses, so that requests continue them after a restart; with --tinker for adapters{_FLAGS}"""
+--tinker: serve the Tinker API, with which clients train adapters of the model
+--state: folder that keeps responses, to continue them after a restart; with --tinker: adapters, by default runs/tinker{_FLAGS}"""
 _CHAT = f"""\
 Talk to a model in the terminal. An empty line or Ctrl-D ends the chat, and /new starts a new one. /image FILE adds an
 image to the next line, for vision-language models.
 --system: system message
---temperature: 0 is greedy
---max-tokens: longest answer; 0: 512, or for a run without a chat template its max_completion_length
---seed: makes the answers repeatable{_FLAGS}"""
+--temperature: softmax temperature; 0 is greedy
+--max-tokens: maximum tokens of an answer; by default 512, or max_completion_length of a run without a chat template
+--seed: seed of the sampled answers (default 0){_FLAGS}"""
 
 
 def serve(arguments: list[str]) -> int:

@@ -11,25 +11,25 @@ from psigrad.cli import flags
 from psigrad.paths import check_output
 
 _JUDGED = """\
-Compare a judge with people's votes (agreement and Cohen's kappa, by criterion), and with itself: does it prefer the first
-answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk has exported, or its database
+Compare a judge with people's votes (agreement and Cohen's kappa, by criterion), and test it for bias: does it prefer the
+first answer, the longer one, or texts of its own model? VOTES is a file that the labelling desk has exported, or its database
 with --project NAME. The judge reads each pair in both orders, as the reward `ranking` does.
---model: name of the judge at the endpoint
---base-url: URL of the endpoint, in OpenAI's form
+--model: name of the judge model at the endpoint
+--base-url: URL of an OpenAI-compatible endpoint, such as http://localhost:8000/v1
 --criteria: criteria and their weights, such as '{correctness: 2, brevity: 1}'; by default only quality
 --project: project of the votes, if VOTES is a database
---self-model: name of the judge's own model in the votes
---cache: folder for the judge's replies
+--self-model: the name that the votes use for the judge's own model
+--cache: folder that keeps the judge's replies for the next run
 --output: JSON file for the figures
 --api-key-variable: environment variable with the endpoint's key
---max-pairs: read only this many pairs, the first ones; 0: all"""
+--max-pairs: read only the first N pairs; by default all"""
 
 
 def judge_report(arguments: list[str]) -> int:
     """Run `psigrad judge-report`: print the agreement of a judge with human votes and with itself, and return the exit status."""
     texts = dict.fromkeys(("model", "base_url", "project", "self_model", "cache", "output"), "")
     usual = {**texts, "criteria": (), "api_key_variable": "OPENAI_API_KEY", "max_pairs": 0}
-    given = flags.parse_plain("judge-report VOTES", arguments, usual, _JUDGED)
+    given = flags.parse_plain("judge-report VOTES --model MODEL --base-url URL", arguments, usual, _JUDGED)
     from psigrad.config.nested import read_value
     from psigrad.records.report import terminal
     from psigrad_extras.judges.group_ranking import GroupRanking
@@ -54,12 +54,12 @@ Start the web application: grid world, runs, labelling, chat. It listens on this
 RUNS_FOLDER (default runs).
 --checkpoint: folders of more models for the chat
 --allow-host: host names at which a reverse proxy serves the studio
---port: port; 0: the first free one from 8420
---open: open a browser
---model-memory: limit of the chat's weights in memory, in GB
+--port: port; by default the first free one from 8420
+--open: open the studio in a browser (the default)
+--model-memory: memory for the weights of the chat's models, in GB
 --database: where labels are stored: a file or a postgresql:// URL; by default labels.db next to RUNS_FOLDER
---backup: copy the labels to this new file, also while a studio runs
---restore: replace the labels with those of this backup"""
+--backup: copy the labels to this new file and exit, even while a studio runs
+--restore: replace the labels with those of this backup and exit"""
 
 
 def studio(arguments: list[str]) -> int:

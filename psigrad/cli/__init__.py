@@ -51,7 +51,7 @@ GROUPS = {
         "tasks": Command("list the procedural tasks of reasoning-gym", language.tasks),
         "eval": Command("sample a model's completions of held-out prompts and score them", language.evaluate),
         "lm-eval": Command("run tasks of EleutherAI's lm-eval, and show which ones training has made worse", _extra("lm_eval")),
-        "judge-report": Command("measure how often an LLM judge agrees with humans, and with itself", _studio("judge_report")),
+        "judge-report": Command("measure how often an LLM judge agrees with people, and its biases", _studio("judge_report")),
         "plan": Command("estimate the peak memory, batches and speed of a run before it starts", _extra("plan")),
         "compare": Command("compare methods over seeds, with the same model and number of samples", _extra("compare")),
         "sweep": Command("search for the best settings of a method with Optuna, over several seeds", _extra("sweep")),

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_or
 
 from psigrad.compat.entrances import split_flags
 from psigrad.compat.foreign_names import load
-from psigrad.config import shortcuts
+from psigrad.config import fields, shortcuts
 from psigrad.config.fields import MAIN, SEVERAL, find_marked, flag_of, help_of, settings_of, unread_by, unread_settings
 from psigrad.config.methods import other_methods
 from psigrad.config.nested import names_of, read_value
@@ -110,7 +110,7 @@ def parse_plain(usage: str, arguments: Sequence[str], defaults: Mapping[str, Any
     about = "\n".join(line for line in lines if not line.startswith("--"))
     usage += " [flags]" * bool(defaults)
     parser = _Parser(prog=f"psigrad {usage}", usage=f"psigrad {usage}", description=about, formatter_class=_HELP)
-    places = re.findall(r"(\[?)[A-Z][\w.|]*", usage)  # "" for a required argument, "[" for an optional one
+    places = re.findall(r"(\[?)[A-Z][\w.|]*", re.sub(r"--\S+ \S+", "", usage))  # "" for a required one, "[" for an optional one
     if places:
         parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     for name, value in defaults.items():
@@ -197,7 +197,7 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
             flag = text.split("=")[0]
             if cls and (found := other_methods(cls, flag.lstrip("-").replace("-", "_"))):
                 raise UserError(f"{parser.command} has no flag {flag}{found}")
-            hint = nearest(flag, _options(parser)) or "."
+            hint = nearest(flag, _switches(parser)) or "."
             raise UserError(f"There is no flag {flag}; `{parser.command} --help-all` lists all flags{hint}")
         raise UserError(f"The argument {text!r} is neither a flag nor {expected}; `{parser.command} --help-all` lists all flags.")
 
@@ -205,10 +205,6 @@ def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] 
 def _switches(parser: _Parser) -> dict[str, bool]:
     """Return {flag: True if it takes no value, else False} for all flags of the parser."""
     return {option: action.nargs == 0 for action in parser._actions for option in action.option_strings}
-
-
-def _options(parser: _Parser) -> list[str]:
-    return [option for action in parser._actions for option in action.option_strings]
 
 
 def _values(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +259,7 @@ def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) ->
     Help lists the flags for parts that `method` has: the main ones, or all if `every`.
     """
     known = shortcuts.shortcuts_of(cls)
-    group = parser.add_argument_group("parts of the method; `psigrad explain` shows them all") if known else parser
+    group = parser.add_argument_group("parts of the method; `psigrad explain METHOD` shows them all") if known else parser
     for name, short in known.items():
         places = shortcuts.find_values(name, method)
         text: str = argparse.SUPPRESS
@@ -286,7 +282,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
     """Add a flag for each setting, section by section. The arguments are those of `_parser`."""
     groups: dict[str, Any] = {}
     ordered = sorted(settings_of(cls).items(), key=lambda one: not one[0].startswith(("model.", "data.")))
-    unread = unread_by(cls, str(defaults.get("algorithm", "")))
+    unread, on_gpu = unread_by(cls, str(defaults.get("algorithm", ""))), fields.device_defaults(cls, "cuda")
     for name, setting in ordered:
         section, _, leaf = name.rpartition(".")
         if section not in groups:
@@ -296,7 +292,7 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
         text = argparse.SUPPRESS
         if texts and (every or MAIN in setting.marks) and name not in unread:
             about = help_of(cls, name) if every else re.split(r"(?<=[\w)])\. ", help_of(cls, name))[0].rstrip(".") + "."
-            text = (about + _choices(setting.type, defaults.get(name, setting.default))).replace("%", "%%")
+            text = (about + _choices(setting.type, defaults.get(name, setting.default), on_gpu.get(name))).replace("%", "%%")
         if setting.type is bool:
             group.add_argument(*names, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
@@ -311,8 +307,9 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
             )
 
 
-def _choices(hint: Any, default: Any) -> str:
-    """Return the end of a setting's help text: its default, and its permitted values if they are a fixed list of words."""
+def _choices(hint: Any, default: Any, on_gpu: Any) -> str:
+    """Return the end of a setting's help text: its defaults, and its permitted values if they are a fixed list of words."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
-    parts = [", ".join(words)] * (len(words) > 1) + [f"default {default}"] * (default not in ("", (), None))
+    usual = f"default {default}" if on_gpu is None else f"default {default}, on a GPU {on_gpu}"
+    parts = [", ".join(words)] * (len(words) > 1) + [usual] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

@@ -23,7 +23,8 @@ def train(name: str) -> Callable[[list[str]], int]:
 
     def run(arguments: list[str]) -> int:
         method = declaration(name)
-        config = flags.parse(method.settings, name, arguments, defaults=method.defaults)
+        about = f"{name}: {method.summary}. {method.settings.__doc__}" if method.defaults else ""
+        config = flags.parse(method.settings, f"{name} --model PATH --dataset DATASET", arguments, method.defaults, about)
         for setting in {"algorithm", "loss"} & set(method.defaults):
             check_method(name, getattr(config, setting), setting)
         from psigrad.processes.parallel import launch
@@ -46,10 +47,10 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 
 _SCORE = """\
-Score recorded completions: rows with a prompt and a completion. Give reward functions (--reward ... [--reward-weights
-X ...]) or a reward model (--model).
---model: a reward model, instead of --reward
+Score recorded completions: rows with a prompt and a completion. Give reward functions (--reward) or a reward model (--model).
+--model: a reward model, instead of --reward; it takes --device auto, cpu or cuda
 --reward: one or more reward functions: built-in names, module:function, or mappings such as '{reward: code, partial: true}'
+--reward-weights: one weight per reward function; by default all 1
 --dataset: a file, a folder or a hub name
 --split: split of the dataset
 --output: file for the scores; without it they are printed
@@ -66,11 +67,11 @@ def score(arguments: list[str]) -> int:
     _, listed, rest = flags.parse_lists(arguments, "--reward", "--reward-weights")
     if not listed["--reward"] and not flags.asks_for_help(arguments):
         return _score_by_model(rest)
-    texts = ("reward", "dataset", "split", "output", "columns", "tokenizer")
+    texts = ("model", "reward", "dataset", "split", "output", "columns", "tokenizer")
     defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "bad_rows": "stop", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
-        defaults |= {"attack": False, "max_rows": 50}
-    given = flags.parse_plain("score", rest, {"model": "", **defaults}, _SCORE)
+        defaults |= {"attack": False, "max_rows": 50, "reward_weights": ()}
+    given = flags.parse_plain("score (--reward REWARD ... | --model MODEL) --dataset DATASET", rest, defaults, _SCORE)
     if given.pop("model"):
         raise UserError("score got both --model and --reward; give only a reward model or only reward functions.")
     check_output(given["output"])
@@ -104,7 +105,7 @@ def _attack(rewards: list[Any], dataset: str, output: str, **how: Any) -> int:
 
 def _score_by_model(arguments: list[str]) -> int:
     defaults = {"model": "", "dataset": "", "columns": "", "split": "test", "bad_rows": "stop", "output": "", "device": "auto"}
-    given = flags.parse_plain("score", arguments, defaults)
+    given = flags.parse_plain("score --model MODEL --dataset DATASET", arguments, defaults)
     check_output(output := given.pop("output"))
     from psigrad.language.recipes import reward
 
@@ -143,7 +144,7 @@ def check_method(preset: str, given: Any, setting: str = "algorithm") -> None:
 
 def evaluate(arguments: list[str]) -> int:
     """Sample completions of held-out prompts and print their scores."""
-    config = flags.parse(EvalConfig, "eval", arguments)
+    config = flags.parse(EvalConfig, "eval --model PATH --dataset DATASET", arguments)
     from psigrad.language.recipes import evaluate
     from psigrad.records.report import terminal
 
@@ -158,7 +159,8 @@ def evaluate(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """Redraw the report of a run, or write a report that compares several runs."""
-    about = "Redraw the report of a run, or compare several runs in one report.\n--output: file for the report"
+    about = "Redraw the report of a run, or compare several runs in one report.\n--output: file for the report; by default "
+    about += "report.html in RUN, or in the current folder for several runs"
     given = flags.parse_plain("report RUN [RUN ...]", arguments, {"output": ""}, about)
     from psigrad.records import report
 

@@ -18,6 +18,7 @@ def describe_warning(name: str) -> str:
     if (entry := texts().get(name.replace("-", "_"))) is None:
         return ""
     example = f"\n\nA command that triggers this warning: psigrad {entry['example']}" if "example" in entry else ""
+    example += "\n`base` is the folder of a model, and train.jsonl has its rows." * ("--model base" in example)
     for file, text in entry.get("files", {}).items():
         example += f"\n\n{file}:\n{textwrap.indent(text.rstrip(), '  ')}"
     return f"{entry['says']}\n\nWhy: {entry['why']}\nDo:  {entry['do']}{example}"

@@ -81,8 +81,8 @@ class PackingSettings:
     """The setting that limits the size of a forward pass."""
 
     micro_batch_tokens: Annotated[CountOrZero, RECORDED, MAIN, DeviceDefault(cuda=0)] = 4096
-    """Tokens per forward pass. A larger step takes several passes, with the same gradient. On a CPU a few thousand are fastest.
-    0: as many as fit in the device's free memory; on a GPU this also switches gradient_checkpointing off if that is faster."""
+    """Tokens per forward pass; 0: as many as fit in the device's free memory. A larger training step takes several passes, with
+    the same gradient. On a CPU a few thousand are fastest. 0 on a GPU also stops gradient_checkpointing if that is faster."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class EpisodeSettings:
     """A custom agent that calls the policy over HTTP: module:function or file.py:function, which takes the row and a client or a
     base_url. It returns its reward, or None to leave the reward to the reward functions."""
     agent_command: Annotated[str, MAIN] = ""
-    """Command that starts a custom agent. The agent finds the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, reads the row as
+    """Command that starts a custom agent, which finds the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL. It reads the row as
     JSON from its standard input, and writes its reward as its last line of output."""
     agent_timeout: Annotated[Positive, RECORDED, _ASKED] = 600.0
     """Wall-clock seconds that one session of an agent may take before its process is killed."""
@@ -170,8 +170,8 @@ class ServerSettings:
     """The settings of an OpenAI-compatible server that samples instead of a local model."""
 
     server: Annotated[str, MAIN] = ""
-    """Address of an OpenAI-compatible server that samples, such as http://localhost:8000/v1. `model` is then the model's name on
-    that server, and may be omitted if it serves only one."""
+    """Address of an OpenAI-compatible server to sample from, without a local model: http://localhost:8000/v1. `model` is then the
+    model's name on that server, and may be omitted if it serves only one."""
     server_key_variable: Annotated[str, _SERVED] = "OPENAI_API_KEY"
     """Name of the environment variable with the server's key. The variable may be unset."""
     server_timeout: Annotated[Positive, _SERVED] = 600.0
@@ -216,7 +216,7 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
     batch_size: Annotated[Count, MAIN] = 16
     """Rows per optimiser step."""
     max_length: Annotated[Count, MAIN] = 1024
-    """Maximum tokens of a row. Longer rows are cut at the end."""
+    """Maximum tokens of a row; longer rows are cut at the end."""
     label_smoothing_factor: BelowOne = 0.0
     """Share of the target probability that is spread evenly over all tokens of the vocabulary. The held-out loss ignores it."""
     train_empty_thinking: bool = False
@@ -226,7 +226,7 @@ class SFTConfig(_SectionsForRows, PackingSettings, RewardSettings):
 
 @dataclass(frozen=True)
 class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
-    """Online reinforcement learning by policy gradients: GRPO, RLOO, DAPO, REINFORCE and others."""
+    """Online reinforcement learning: each step samples completions, scores them by rewards or a teacher, and trains on them."""
 
     algorithm: Algorithm = "grpo"
     """Preset name, or {preset: grpo, part: value, …}, or a PolicyGradient."""
@@ -274,7 +274,7 @@ class OnlineConfig(_Sections, PackingSettings, EpisodeSettings, RewardSettings):
     """Stop the run if scoring fails (an exception, a time-out) for more than this share of the last 200 completions. At the
     start, also stop it if scoring fails for all completions, once there are 8."""
     prompts_per_step: Annotated[Count, MAIN] = 16
-    """Prompts collected per step."""
+    """Prompts per step, each with num_generations completions."""
     num_generations: Annotated[Count, MAIN] = 8
     """Completions per prompt (the group size G)."""
     num_iterations: Annotated[Count, LIVE] = 1
@@ -333,14 +333,14 @@ class RewardConfig(PackingSettings):
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the comparisons whose label is assumed to be wrong."""
     batch_size: Annotated[Count, MAIN] = 16
-    """Pairs per optimiser step."""
+    """Pairs (with `process`: rows) per optimiser step."""
     max_length: Annotated[CountOrZero, MAIN] = 1024
-    """Maximum tokens of a text. Pairs with a longer one are dropped and counted. 0: no limit."""
+    """Maximum tokens of a prompt with one completion; rows with a longer one are dropped and counted; 0: no limit."""
 
 
 @dataclass(frozen=True)
 class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
-    """Direct preference optimisation and its relatives, on recorded comparisons.
+    """Training on recorded comparisons, by direct preference optimisation (DPO) or a relative of it.
 
     Rewards are used only to evaluate completions, not to train. Without a reward, evaluation uses the held-out comparisons.
     """
@@ -348,13 +348,13 @@ class PreferenceConfig(_SectionsForRows, PackingSettings, RewardSettings):
     loss: Loss = "dpo"
     """Preset name, or {preset: dpo, beta: 0.3, …}, or a Preference."""
     reference: Annotated[str, PATH, MAIN] = ""
-    """Folder or hub name of the reference policy; empty: the model that training starts from."""
+    """In methods with a reference policy: its folder or hub name; empty: the model that training starts from."""
     cache_reference: bool = True
     """Cache the reference's log-probs on disk, for the next run with the same model and data."""
     batch_size: Annotated[Count, MAIN] = 16
     """Pairs (KTO: completions) per optimiser step."""
     max_length: Annotated[CountOrZero, MAIN] = 1024
-    """Maximum tokens of a text. Pairs with a longer one are dropped and counted. 0: no limit."""
+    """Maximum tokens of a prompt with one completion; rows with a longer one are dropped and counted; 0: no limit."""
 
 
 @dataclass(frozen=True)
@@ -400,7 +400,7 @@ class SampleConfig(PackingSettings, ServerSettings, EpisodeSettings, RewardSetti
     """With keep=pairs: draw the winner of two completions with probability σ(bradley_terry · difference of rewards), like a noisy
     human judge; 0: pair the best with the worst."""
     output: Annotated[str, WRITTEN, MAIN] = ""
-    """JSONL file for the rows."""
+    """JSONL file for the sampled rows."""
 
 
 Scored = SFTConfig | OnlineConfig | PreferenceConfig | EvalConfig | SampleConfig
@@ -417,7 +417,7 @@ class LmEvalConfig(PackingSettings):
     """
 
     model: Annotated[str, PATH, MAIN] = ""
-    """Folder or hub name of a model or of an adapter of peft, or a GGUF file."""
+    """Folder or hub name of a model or of a peft adapter, or a GGUF file."""
     baseline: Annotated[str, PATH, MAIN] = ""
     """Another model to compare with, such as the one that training started from. The difference shows what training broke."""
     tasks: Annotated[tuple[str, ...], MAIN] = ()
@@ -428,7 +428,7 @@ class LmEvalConfig(PackingSettings):
     num_fewshot: CountOrZero = 0
     """Examples before each question; 0: the task's own number."""
     limit: Annotated[CountOrZero, MAIN] = 0
-    """Use only this many documents of each task, the first ones; 0: all."""
+    """Use only the first N documents of each task; 0: all."""
     apply_chat_template: bool = False
     """Format each question as a conversation with the chat template."""
     chat_template_kwargs: str | dict[str, Any] = ""

@@ -74,16 +74,16 @@ class Model:
     trust_remote_code: bool = False
     """Run the Python code that comes with a model, with all your permissions. Read that code first."""
     chat_template_path: Annotated[str, PATH] = ""
-    """Chat template to use instead of the tokenizer's: a Jinja file, or the folder or hub name of a model with a template. It is
-    saved with the model."""
+    """Chat template to use instead of the tokenizer's: a Jinja file, or the folder or hub name of a model with a template. A
+    run saves it with its model."""
     chat_template_kwargs: str | dict[str, Any] = ""
     """Arguments of the chat template for every row, such as '{"enable_thinking": false}'. A row's column
     chat_template_kwargs overrides them."""
     eos_token: str = ""
-    """Token that ends a text, instead of the tokenizer's EOS. It is saved with the model."""
+    """Token that ends a text, instead of the tokenizer's EOS. A run saves it with its model."""
     dtype: Annotated[Literal["float32", "bfloat16"], MAIN, DeviceDefault(cuda="bfloat16")] = "float32"
-    """Precision of the weights and of the forward pass. The optimiser updates float32 copies (masters) of bfloat16 weights. On a
-    GPU, float32 products use TF32."""
+    """Precision of the weights and of the forward pass. In training, the optimiser updates float32 copies (masters) of bfloat16
+    weights. On a GPU, float32 products use TF32."""
     quantize_base: Literal["", "nf4", "int8", "gguf"] = ""
     """Quantise the base of a LoRA adapter: to 4 bits (nf4, as in QLoRA), to 8 bits (int8), or in the types of a GGUF file (gguf).
     """
@@ -134,7 +134,7 @@ class Data:
     """The datasets and how their rows are read."""
 
     dataset: Annotated[str | Any, PATH, SEVERAL, MAIN] = ""
-    """JSONL, JSON, Parquet or CSV file, a folder of such files, hub name, or task:NAME for a task of reasoning-gym. From
+    """File (JSONL, JSON, Parquet or CSV), folder of such files, hub name, or task:NAME (see `psigrad tasks`). From
     Python, a list of rows too. Rows have one of TRL's forms. Several datasets may each have a weight: a.jsonl:0.7 b.jsonl:0.3."""
     columns: Annotated[str | Mapping[str, str], AfterValidator(lambda given: parse_columns(given) or "")] = ""
     """New names of columns: `question=prompt` reads the column question as prompt, and `prompt={question} Think first.` builds
@@ -216,8 +216,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Ids of extra tokens that end a completion, besides the model's EOS."""
     sampler: Annotated[str, MAIN] = "embedded"
-    """embedded: psigrad's sampler; transformers: its generate; vllm: its engine, in a separate process; or a custom module:Class.
-    """
+    """embedded: psigrad's own; transformers: model.generate(); vllm: vLLM in a separate process; or a custom module:Class."""
     vllm_memory: Annotated[float, Gt(0), Lt(1), RECORDED, Needs("sampling.sampler=vllm")] = 0.4
     """With sampler=vllm: share of the GPU's memory for vLLM's weights and cache. In a cluster, where samplers and trainer share
     no GPU, the default is 0.8."""
@@ -254,12 +253,12 @@ class Evaluation:
     eval_steps: Annotated[CountOrZero, LIVE, STEPS, MAIN] = 0
     """Number of steps between evaluations; 0: only at the end."""
     eval_prompts: CountOrZero | None = None
-    """Held-out prompts. 0: training evaluates nothing; `eval` and `sample` use all rows. Not given: 64, or 256 for comparisons.
-    Without eval_dataset, this default is at most a tenth of the dataset."""
+    """Number of held-out prompts. 0: training evaluates nothing; `eval` and `sample` use all rows. Not given: 64, or 256 for
+    comparisons. Without eval_dataset, this default is at most a tenth of the dataset."""
     num_generations_eval: Annotated[Count, MAIN, DRAWS] = 1
-    """Completions per held-out prompt; more than one gives pass@k."""
+    """Completions per prompt in evaluations and in `sample`; an evaluation with more than one also gives pass@k."""
     eval_temperature: Annotated[PositiveOrZero, DRAWS] = 1.0
-    """Temperature of evaluation samples; 0 is greedy."""
+    """Softmax temperature in evaluations and in `sample`; 0 is greedy."""
     metric: Reward = ""
     """`module:function` or built-in that scores held-out completions; empty: the reward."""
     load_best_model_at_end: Annotated[bool, Needs("evaluation.eval_steps")] = False
@@ -346,7 +345,7 @@ class Run:
     """The run folder, the length of the run, its checkpoints and its output."""
 
     output_dir: Annotated[str, WRITTEN, FREE, MAIN] = ""
-    """Run folder; empty: runs/<recipe>-<time>."""
+    """Run folder; empty: a new one, such as runs/sft-20251231-093000."""
     max_steps: Annotated[CountOrZero, LENGTH, MAIN] = 0
     """Optimiser steps of the run; in online methods, rounds of sampling and training; 0: num_train_epochs decides."""
     num_train_epochs: Annotated[Positive, LENGTH, MAIN, Needs("run.max_steps=0")] = 1.0

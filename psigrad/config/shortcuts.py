@@ -327,8 +327,8 @@ SHORTCUTS = {
         by_path={
             "kl.coefficient": "weight of the KL to the reference; 0: no KL term",
             "kl": "mixture of the forward KL (0) and the reverse KL (1) to the teacher",
-            "beta": "β of the loss",
-            "loss.beta": "β of the loss",
+            "beta": "β, the factor of the scores in the loss; with a reference, a larger β keeps the policy closer to it",
+            "loss.beta": "β, the factor of the scores in the loss; with a reference, a larger β keeps the policy closer to it",
             "preference": "weight of the odds-ratio term",
         },
     ),
@@ -343,7 +343,7 @@ SHORTCUTS = {
     ),
     "epsilon": Shortcut(
         "clip of the ratio",
-        "how far the ratio π/π_old may move from 1 on both sides",
+        "how far the ratio π/π_old may move below and above 1; `epsilon_high` changes the upper side alone",
         _either(find_parameter("low", *_CLIPS), find_parameter("high", *_CLIPS)),
         main=True,
     ),

@@ -83,9 +83,10 @@ class ControlConfig:
     """Train an agent on a Gymnasium environment by a policy gradient (PPO, A2C, REINFORCE), TRPO or DQN."""
 
     algorithm: Annotated[Any, MAIN] = "ppo"
-    """Preset name, {preset: ppo, part: value, …}, a PolicyGradient, "trpo" or "dqn"."""
+    """ppo, ppo_penalty, a2c, td_actor_critic, q_actor_critic, advantage_actor_critic, trpo, dqn, reinforce, reinforce_batch_mean,
+    reinforce_reward_to_go or reinforce_total_return. Or {preset: ppo, part: value, …}; in Python also a PolicyGradient."""
     env: Annotated[Any, MAIN] = "CartPole-v1"
-    """Id of a Gymnasium environment, or a custom module:Class or file.py:Class; from Python also a vector environment, or a
+    """Id of a Gymnasium environment, or a custom module:Class or file.py:Class. From Python also a vector environment, or a
     function that makes an environment."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
@@ -99,7 +100,7 @@ class ControlConfig:
     n_envs: Annotated[Count, MAIN] = 8
     """Copies of the environment that are stepped together. With `tuned`, the default depends on algorithm and environment."""
     n_steps: Annotated[CountOrZero, MAIN, _NOT_DQN] = 32
-    """Steps of each copy of the environment per rollout, which is collected between updates; 0: complete episodes."""
+    """Steps per rollout (the data between two updates) in each copy of the environment; 0: complete episodes."""
     n_episodes: Annotated[Count, _NOT_DQN] = 1
     """With n_steps 0: episodes of each copy of the environment per rollout."""
     batch_size: Annotated[CountOrZero, MAIN] = 0
@@ -154,7 +155,7 @@ class ControlConfig:
     video: Annotated[bool, MAIN] = False
     """Record an episode of the trained policy as episode.gif."""
     tuned: Annotated[bool, MAIN] = True
-    """Start from tuned settings for this algorithm on this environment, if there are any."""
+    """Replace the defaults of other settings by those tuned for the algorithm and, if there are any, for the environment."""
     run: Annotated[Run, Unread("max_memory", "async_save", "max_steps", "num_train_epochs")] = field(
         default_factory=lambda: Run(threads=1)
     )

@@ -10,8 +10,8 @@ from psigrad.config.sections import CountOrZero, PositiveOrZero
 
 CHECK = """\
 Check that a model, its data and its settings will train correctly. Print the first rows as the model reads them, and what
-rewards, tools and the environment answer. Compute values in two ways that must agree. Nothing is trained. The flags are
-those of a run. With a METHOD, such as sft or dpo, its command's rows and settings are checked. --json prints JSON."""
+rewards, tools and the environment answer. Compute values, such as log-probs, in two ways that must agree. Nothing is trained.
+With a METHOD, such as dpo, rows and flags are those of its command; without one, the flags are grpo's. --json prints JSON."""
 
 
 def for_check(config: Any, method: str) -> tuple[OnlineConfig, str]:
@@ -30,17 +30,17 @@ class PlanConfig:
     """The settings of the plan itself, besides those of the planned method."""
 
     memory: str = ""
-    """Memory that the run must fit in, such as 24GB; empty: this machine's."""
+    """Memory that the run must fit in, such as 24GB; empty: that of `gpu` or of this machine."""
     prompt_length: CountOrZero = 0
-    """Mean tokens of a prompt; 0: the dataset's, or a guess."""
+    """Mean tokens of a prompt; 0: the dataset's, or without one a guess."""
     completion_length: CountOrZero = 0
-    """Mean tokens of a completion; 0: the dataset's, or the limit of the settings."""
+    """Mean tokens of a completion; 0: in online methods max_completion_length, otherwise the dataset's or a guess."""
     tflops: PositiveOrZero = 0.0
-    """Speed of matrix products in TFLOP/s; 0: measured on this machine."""
+    """Speed of matrix products in TFLOP/s; 0: that of `gpu`, or measured on this machine."""
     gpu: str = ""
     """Name of a GPU, such as h100, whose memory, speed and bandwidth the plan assumes, even if this machine has none."""
     devices: CountOrZero = 0
-    """Show how to divide this many equal devices between training and sampling; 0: plan the settings as given."""
+    """Show how to divide this many identical devices between training and sampling; 0: plan the settings as given."""
     network: PositiveOrZero = 50.0
     """With `devices`: speed of the network between them in GB/s (50 is 400 Gb/s)."""
     json: bool = False

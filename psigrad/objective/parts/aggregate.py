@@ -91,7 +91,7 @@ def has_signal(batch: Batch) -> Tensor:
     """Drop each group whose trajectories all have the same value M.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
-             M_i is R_i before the penalty of `soft_overlong`; with `--filter-metric NAME`, the value of reward function NAME
+             M_i is the reward of i without the penalty of `soft_overlong`; with `--filter-metric NAME`, the value of reward NAME
 
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).
 

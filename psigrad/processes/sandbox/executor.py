@@ -121,10 +121,10 @@ class Tier:
         """Return a one-line description of the tier."""
         if self.name == "none":
             return "none, so code rewards are refused"
-        parts = ["own user id per program" if self.name == "root" else "user namespace", "no network", "own processes and files"]
-        parts.append("cgroups: " + ", ".join(self.cgroups) if self.cgroups else "no cgroups (limits hold per process)")
-        parts.append("seccomp" if self.seccomp else "no seccomp on this processor")
-        return f"{self.name}: {'; '.join(parts)}"
+        how, own = ("running as root", "user id, ") if self.name == "root" else ("in a user namespace", "")
+        limits = f"limits by cgroups ({', '.join(self.cgroups)})" if self.cgroups else "no cgroups (limits hold per process)"
+        calls = "system calls filtered by seccomp" if self.seccomp else "no seccomp on this processor"
+        return f"{how}: each program gets its own {own}processes and files, and no network; {limits}; {calls}"
 
 
 # The most hexadecimal digits of a number, and the most different values with the same hash in one container.

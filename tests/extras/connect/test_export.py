@@ -210,7 +210,7 @@ def test_what_cannot_be_exported_is_a_sentence(job, adapted, tmp_path, monkeypat
         (["export", str(job / "base"), "--to", "ggml"], "expected one of gguf, merged"),
         (["export", str(job / "base"), "--to", "gguf", "--quantization", "q4_k"], "expected one of f32, f16"),
         (["export", str(job / "base"), "--to", "gguf", "--output", "full"], "holds files that this command did not write"),
-        (["export"], "export got nothing; the usage is psigrad export RUN_OR_MODEL [flags]."),
+        (["export"], "export got nothing; the usage is psigrad export RUN_OR_MODEL --to FORMAT [flags]."),
         (["export", "eyes", "--to", "gguf"], "is a vision-language model, which psigrad cannot write as GGUF"),
         (["export", "nobody/nothing", "--to", "gguf"], "No causal language model could be loaded from 'nobody/nothing'"),
         (["merge", str(adapted), "--to", "gguf"], "There is no flag --to; `psigrad merge --help-all` lists all flags"),
