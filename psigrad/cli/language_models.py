@@ -48,7 +48,8 @@ def train(name: str) -> Callable[[list[str]], int]:
 
 _SCORE = """\
 Score recorded completions: rows with a prompt and a completion. Give reward functions (--reward) or a reward model (--model).
---model: a reward model, instead of --reward; it takes --device auto, cpu or cuda
+--model: a reward model, instead of --reward
+--device: with --model: auto, cpu or cuda
 --reward: one or more reward functions: built-in names, module:function, or mappings such as '{reward: code, partial: true}'
 --reward-weights: one weight per reward function; by default all 1
 --dataset: a file, a folder or a hub name
@@ -70,7 +71,8 @@ def score(arguments: list[str]) -> int:
     texts = ("model", "reward", "dataset", "split", "output", "columns", "tokenizer")
     defaults: dict[str, Any] = {**dict.fromkeys(texts, ""), "split": "test", "bad_rows": "stop", "reward_timeout": 10.0}
     if "--attack" in rest or flags.asks_for_help(arguments):
-        defaults |= {"attack": False, "max_rows": 50, "reward_weights": ()}
+        help_only = {"device": "auto", "reward_weights": ()} if flags.asks_for_help(arguments) else {}
+        defaults |= {"attack": False, "max_rows": 50, **help_only}
     given = flags.parse_plain("score (--reward REWARD ... | --model MODEL) --dataset DATASET", rest, defaults, _SCORE)
     if given.pop("model"):
         raise UserError("score got both --model and --reward; give only a reward model or only reward functions.")

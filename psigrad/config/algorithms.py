@@ -96,7 +96,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     for name, value in changes.items():
         if name not in names:
             raise UserError(
-                f"The preference loss {start.name} has no field {name!r}; expected preset or one of {', '.join(sorted(names))}."
+                f"The preference loss {start.name} has no field {name!r}; expected one of {', '.join(['preset', *sorted(names)])}."
             )
         if name in preference_catalog.PARTS:
             changes[name] = _part(name, value, getattr(start, name))

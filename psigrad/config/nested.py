@@ -27,7 +27,7 @@ class GivenSetting(NamedTuple):
 def put(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set the setting with the dotted name `name` in nested `values`, and create the missing mappings on the path.
 
-    The name of a preset or part on the path becomes a mapping. Error messages name the `source` of the setting.
+    A value on the path that is only the name of a preset or part is replaced by a mapping. Error messages name the `source`.
     """
     first, *parents, leaf = [*name.split(".")] if "." in name else ["", name]
     for parent in [first, *parents] if first else []:

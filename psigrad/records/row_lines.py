@@ -129,7 +129,7 @@ def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
 def truncate_large(file: Path, step: int, written: int | None, end: int | None) -> Truncation | None:
     """Truncate a large file to its first `end` bytes, the `written` rows up to `step`, without reading all of it.
 
-    Change nothing and return None if the file is small, or if these numbers are unknown or do not fit.
+    Change nothing and return None if the file is small, or if the numbers are unknown or do not match the file.
     """
     if written is None or end is None or end < _LARGE or not file.is_file() or file.stat().st_size < end:
         return None

@@ -155,9 +155,8 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """Split the row's `messages` into its prompt and last answer, if any. Return a note for the log, or "".
-
-    A dataset form `form` that reads `messages` keeps them.
+    """Split the row's `messages` into its prompt and last answer, unless rows of the type `form` have messages. Return a note
+    for the log, or "".
     """
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:

@@ -25,7 +25,7 @@ _network = {"missing": False}
 
 
 def read_named(dataset: str, split: str, *, streaming: bool = False, single: Sequence[str] = SINGLE) -> Records:
-    """Return the raw rows of a split, or of a slice of it. A source without splits accepts each name in `single`."""
+    """Return the raw rows of a split or its slice. If the source has no splits, any name in `single` means all its rows."""
     part = parse_split(split)
     if dataset.startswith("task:"):
         _check_single(part, dataset, "", single)

@@ -52,8 +52,8 @@ def load(
     """Load the rows of a file (JSONL, JSON, Parquet, CSV or TSV), a folder of such files, a saved or hub dataset, or a task.
 
     "openai/gsm8k:main" is a hub dataset and its configuration, "task:NAME" a reasoning-gym task. `form` is a key of `FORMS` or
-    "sft". `split` can have a slice: train[:90%]. A source without splits accepts each name in `single`. With `max_rows`
-    only the first rows are read. `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images.
+    "sft". `split` can include a slice: train[:90%]. If the source has no splits, any name in `single` means all its rows. With
+    `max_rows` only the first rows are read. `columns` renames columns (`dataset_layouts.map_columns`). `urls` downloads images.
 
     Raise `UserError` for malformed rows, or skip them with `bad_rows="skip"`.
     """

@@ -133,7 +133,7 @@ class CachedCompletion:
 class ActivationCache:
     """A cache of the activations of sampled tokens, one row per token, up to `limit` bytes. Its memory blocks are called slabs.
 
-    Once the limit is exceeded or a weight changes, it is emptied and stores nothing more.
+    Once the limit is exceeded or a weight changes, it is emptied for good.
     """
 
     def __init__(self, limit: float) -> None:
@@ -400,7 +400,7 @@ class PackedWeights:
         return packed
 
     def table(self, key: Hashable, now: list[Version], make: Callable[[], T | None]) -> T | None:
-        """Return the result of `make`, cached until a call has a new `key` or new weight versions `now`. None is never cached."""
+        """Return the last result of `make` while `key` and the weight versions `now` stay the same. None is never cached."""
         if self._table is None or self._table[:2] != (key, now):
             made = make()
             self._table = None if made is None else (key, now, made)

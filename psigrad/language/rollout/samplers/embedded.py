@@ -193,7 +193,7 @@ def check_room(model: LanguageModel, requests: list[Request], params: SamplingPa
         if not images and any(token >= FIRST for token in request.prompt_ids):
             raise UserError(
                 "A prompt has an image, but the transformers sampler is in use, and it reads only text. "
-                "Set sampler=embedded. If this is set already, psigrad's sampler does not support the model; use another model."
+                "Set sampler=embedded. If it is set, psigrad's sampler does not support this model, so use another one."
             )
         if not request.prompt_ids:
             raise UserError("A prompt has no tokens; write some text, or give a tokenizer with a BOS token.")
