@@ -22,8 +22,10 @@ def init(arguments: list[str]) -> int:
     """Run `psigrad init KIND [FOLDER]`: write a project with settings, tests and a README. Return the exit status, 0."""
     if flags.asks_for_help(arguments):
         listed = "\n".join(f"  {kind:<12} {what}" for kind, (what, _) in KINDS.items())
-        usage = "psigrad init KIND [FOLDER]"
-        print(f"{usage}\n\nWrite a working project to a new FOLDER (default: ./KIND): data, tests and settings.\n\n{listed}")
+        print(
+            "psigrad init KIND [FOLDER]\n\nWrite a working project to a new FOLDER (default: ./KIND): data, tests and settings.\n"
+        )
+        print(listed)
         return 0
     names = [text for text in arguments if not text.startswith("-")]
     if not 1 <= len(names) <= 2 or len(names) < len(arguments):

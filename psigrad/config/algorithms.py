@@ -96,7 +96,7 @@ def resolve_loss(spec: LossSpec) -> Preference | KahnemanTversky:
     for name, value in changes.items():
         if name not in names:
             raise UserError(
-                f"The preference loss {start.name} has no field {name!r}; expected one of {', '.join(['preset', *sorted(names)])}."
+                f"The loss {start.name} has no field {name!r}; expected one of {', '.join(sorted({'preset', *names}))}."
             )
         if name in preference_catalog.PARTS:
             changes[name] = _part(name, value, getattr(start, name))
