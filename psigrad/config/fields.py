@@ -54,7 +54,7 @@ class DeviceDefault:
 class Unread:
     """An annotation of a section: the settings that a command does not read, as in `run: Annotated[Run, Unread("max_steps")]`.
 
-    A keyword argument names such a setting and its replacement: `Unread(temperature="evaluation.eval_temperature")`.
+    `Unread(temperature="evaluation.eval_temperature")` also names the setting that replaces it.
     """
 
     def __init__(self, *names: str, **instead: str) -> None:
@@ -103,7 +103,7 @@ def cached(function: C) -> C:
 def settings_of(cls: Any) -> dict[str, Setting]:
     """Return {dotted name: setting} for each setting that the command of the settings class `cls` reads, in field order.
 
-    Defaults are those of `cls`, which may differ from those of its sections' classes.
+    Defaults are those of `cls`, not those of its sections' classes.
     """
     return {name: setting for name, setting in _fields_of(cls()).items() if name not in unread_settings(cls)}
 

@@ -112,7 +112,7 @@ def has_cuda() -> bool:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return the value `above`, which replaces the default `below`. A section keeps the defaults that `above` omits."""
+    """Merge a section's given values `above` into its defaults `below`. For any other setting, return `above`."""
     sections = isinstance(below, dict) and isinstance(above, dict) and "preset" not in below
     return {**below, **above} if sections else above
 
@@ -136,7 +136,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str, beside: Set[str] = frozenset(), names: Names = OWN) -> T:
-    """Return a `cls` with `values`. Errors name the file `source`, except for the settings in `beside`."""
+    """Return a `cls` with `values`. Errors name the file `source`, except for settings from elsewhere (`beside`)."""
 
     def locate(name: str) -> str:
         return f"{source}: {name}" if source and name not in beside else name

@@ -25,10 +25,9 @@ class Names(Protocol):
     def of_file(
         self, cls: Any, in_file: Mapping[str, Any], flags: Mapping[str, Any], source: str
     ) -> tuple[dict[str, Any], list[GivenSetting]]:
-        """Split a file's settings: return a dict of those at their place in `cls` and a list of all others.
+        """Split the settings of a file `source` into a dict of those at their place in `cls` and a list of the others.
 
-        `optim: {learning_rate: 1e-5}` goes into the dict, `learning_rate: 1e-5` into the list. `in_file` is the content of the
-        file `source`, and `flags` are the command line's settings.
+        `optim: {learning_rate: 1e-5}` goes into the dict, `learning_rate: 1e-5` into the list.
         """
 
     def translate(self, cls: Any, values: Mapping[str, Any], given: Sequence[GivenSetting]) -> list[GivenSetting]:

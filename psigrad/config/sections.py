@@ -237,7 +237,7 @@ class Sampling:
     """With sampler=embedded on a GPU: capture decoding steps as a CUDA graph per batch size, and replay it."""
 
     def vllm_memory_alone(self, gpus: float = 1.0) -> float:
-        """Return vLLM's memory share without a trainer: `vllm_memory` if changed, else 0.8 (0.8·`gpus` for part of a GPU)."""
+        """Return `vllm_memory` if it was changed, otherwise vLLM's share of memory on `gpus` GPUs without a trainer."""
         return 0.8 * min(1.0, gpus) if self.vllm_memory == Sampling.vllm_memory else self.vllm_memory
 
     @property
@@ -278,7 +278,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Placement:
-    """The processes and machines of a run. These settings change the results only by rounding."""
+    """The processes and machines of a run. Except for rounding, they do not change the results."""
 
     processes: Annotated[Count, RECORDED, MAIN] = 1
     """Processes on this machine that train together, each on its share of every step. On several machines, start them with

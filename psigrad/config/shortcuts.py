@@ -93,7 +93,7 @@ Places = list[tuple[str, Any]]
 
 
 class Shortcut(NamedTuple):
-    """A short name for settings of a method. `what` says in messages which part of the method has these settings."""
+    """A short name for settings of a part of a method. Messages call this part `what`."""
 
     what: str
     help: str
@@ -131,8 +131,8 @@ def expand(
 ) -> tuple[list[GivenSetting], list[tuple[GivenSetting, str]]]:
     """Replace each shortcut in `given` by the settings that it stands for. Return (new list, [(shortcut, error message)]).
 
-    `given` overrides `values`, the nested settings so far. `more` adds shortcuts to psigrad's own. The second list
-    has the shortcuts to parts that the method lacks, except those for which `needless(shortcut)` is True.
+    `given` overrides `values`, the nested settings so far. `more` adds shortcuts to psigrad's own. A shortcut
+    to a part that the method lacks goes into the second list, unless `needless(shortcut)` is True.
     """
     known = shortcuts_of(cls)
     short = {**known, **more} if known else {}
@@ -211,7 +211,7 @@ def _may_have(slot: str, field: str) -> Callable[[Part], Places]:
 
 
 def _kl_weight(root: Part) -> Places:
-    """Return [(dotted path, KL coefficient)]. In distillation: [("kl", mixture)], from forward KL (0) to reverse KL (1)."""
+    """Return [(dotted path, KL coefficient)]. In distillation: [("kl", mixture)], where 0 is forward KL and 1 is reverse KL."""
     if not _is_distillation(root):
         return _may_have("kl", "coefficient")(root)
     kl = root.parameters["kl"].parameters
@@ -261,7 +261,7 @@ _GROUPED = ("group_mean", "process_group_mean", "group_mean_batch_std")
 
 
 def find_grouped(root: Part) -> Places:
-    """Return (path, value of `scale_rewards`) of each part that subtracts group means. It is "group", "batch" or "none"."""
+    """Return (path, `scale_rewards`: "group", "batch" or "none") for each part that subtracts group means."""
     return [
         (place, "batch" if part.name == "group_mean_batch_std" else "group" if part.parameters.get("std") else "none")
         for place, part in find_parts(root)

@@ -88,7 +88,7 @@ class Sums:
         return False
 
     def finish(self) -> None:
-        """Add the gradients of stored uses to each weight's `.grad` that is not None. Call this after the last backward pass."""
+        """For each weight that has a `.grad`, add the gradients of its stored uses. Call this after the last backward pass."""
         for weight in [w for w in self.uses if w.grad is not None]:
             self._store(weight)
         self.tensors = {weight: total for weight, total in self.tensors.items() if weight.grad is total}

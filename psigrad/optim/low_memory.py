@@ -247,7 +247,7 @@ class LowMemoryAdamW:
     ) -> Tensor:
         """Return `x`, a chunk of the weight `w`, after an AdamW step with its gradient `g`.
 
-        Its two moments, `stored` and `scales`, are updated in place.
+        Its moments (`stored`, with `scales` if they have 8 bits) are updated in place.
         """
         beta1, beta2 = self.betas
         moments = [m if s is None else decode(_blocks(m), s, i == 0).view(-1)[: len(x)]

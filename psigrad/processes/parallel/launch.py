@@ -137,7 +137,7 @@ def _report(rank: _Rank, size: int, unaware: Sequence[str]) -> None:
     print(f"psigrad: process {rank.rank} of {size} (counted from 0) {how}, so the others were stopped too.", file=sys.stderr)
     if unaware:  # a time-out of NCCL ends the waiting processes by SIGABRT
         running = f"processes {', '.join(unaware)} were" if unaware[1:] else f"process {unaware[0]} was"
-        print(f"psigrad: {running} still running; a hang there may be why the others failed.", file=sys.stderr)
+        print(f"psigrad: {running} still running and may have hung, which makes the others fail.", file=sys.stderr)
     time.sleep(0.1)  # its last output may not have arrived yet
     if words := rank.words.decode(errors="replace").strip():
         print(words, file=sys.stderr)

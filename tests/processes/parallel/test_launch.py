@@ -40,7 +40,7 @@ def test_where_those_that_wait_are_ended_by_a_signal_who_is_still_at_work_is_nam
     assert status == 134 and "process 0 of 3 (counted from 0) was ended by SIGABRT" in said
     assert "process 1 was still running" in said
     launch._watch([rank_of(0, -6), rank_of(1, None), rank_of(2, None)])
-    assert "processes 1, 2 were still running; a hang there may be why the others failed" in capsys.readouterr().err
+    assert "processes 1, 2 were still running and may have hung, which makes the others fail" in capsys.readouterr().err
 
 
 def rank_of(number: int, code: int | None):
