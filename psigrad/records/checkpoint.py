@@ -133,7 +133,9 @@ def seal(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> dict[
     """
     found = [path for path in folder.rglob("*") if path.is_file()]
     if lost := known.keys() - {str(path.relative_to(folder)) for path in found}:
-        raise CheckpointError(f"{folder} lacks {', '.join(sorted(lost))} from another process; put output_dir on a shared disk.")
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(sorted(lost))}, which another process wrote; put output_dir on a shared disk."
+        )
     files = sorted((p for p in found if str(p.relative_to(folder)) not in known), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor() as pool:
         sums = [pool.submit(sha256, path) for path in files]
@@ -181,7 +183,7 @@ def _traces(path: Path, files: Mapping[str, Any]) -> list[Any]:
 def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raise `CheckpointError` if a file is changed, missing or extra.
 
-    If `size` is above 1, hash only the share of process `rank`. If no process raises an error, all must then call `trust`.
+    If `size` is above 1, each process hashes a share of the files. Once all have succeeded, each must call `trust`.
     """
     manifest = read_manifest(path)
     check_format(path, manifest)
@@ -209,7 +211,7 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:
 
 
 def trust(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Record in this process that the checkpoint is intact. `verify` then hashes its files again only if one is touched."""
+    """Record in this process that the checkpoint is intact. `verify` then hashes files again only if a size or time changes."""
     _verified[path.absolute()] = _traces(path, manifest["files"])
 
 
@@ -277,7 +279,7 @@ def latest(root: Path | Sequence[Path], limit: int | None = None, check: Callabl
 
 
 def prune(root: Path, keep: int, spare: int = 0) -> None:
-    """Delete unfinished checkpoints, and all but the last `keep`. The one of step `spare` stays too."""
+    """Delete unfinished checkpoints, and all finished ones except the last `keep` and the one of step `spare`."""
     newest = latest(root).path
     if newest is not None:
         places = steps(root)  # damaged ones after the newest intact one stay, so that a user can inspect them
@@ -332,5 +334,5 @@ def size_of(folder: Path) -> int:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return True for a disk error."""
-    return isinstance(error, OSError) or "(os error " in str(error)  # the latter from safetensors and tokenizers
+    """Return True for an `OSError`, or an error of safetensors or tokenizers that reports one."""
+    return isinstance(error, OSError) or "(os error " in str(error)

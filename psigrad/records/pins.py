@@ -68,9 +68,9 @@ def check_format(folder: Path, content: Mapping[str, Any]) -> None:
 def check_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], settings: type[Any] | None = None
 ) -> list[Change]:
-    """Return the changes of settings from `before` to `now` in a resumed run. Raise `UserError` for one that is not permitted.
+    """Return the changes of a resumed run's settings from `before` to `now`. Raise `UserError` for one that is not permitted.
 
-    Changes are permitted by marks in the class `settings`, by `run.allow` and by `run.extend`. Those marked `FREE` are left out.
+    The class `settings` marks the settings that may change; `run.allow` and `run.extend` permit more. Omit those marked `FREE`.
     """
     old, new, default = (
         rename_preset({name: value for name, value in flatten(one).items() if value != {}})
@@ -221,7 +221,7 @@ def _source(thing: Any) -> str:
 
 
 def _add_module(module: ModuleType, found: dict[str, str]) -> None:
-    """Add a user's module, the user's modules on which it depends, and its data files to {file: source, or hash of data}."""
+    """Add a user's module, the user's modules on which it depends, and its data files to `found`: {file: source or hash}."""
     file = str(module.__file__)
     if file in found:
         return
@@ -239,7 +239,7 @@ def _add_module(module: ModuleType, found: dict[str, str]) -> None:
 
 
 def _is_hidden(path: Path, home: Path) -> bool:
-    """Return True if a part of the file's path, relative to `home`, starts with "." or "__pycache__" and is not ".."."""
+    """Return True if the path from `home` to the file has a hidden part or "__pycache__"."""
     seen = Path(os.path.relpath(path, home)).parts
     return any(part.startswith((".", "__pycache__")) and part != ".." for part in seen)
 

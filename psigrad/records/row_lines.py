@@ -103,7 +103,7 @@ def end_last_line(file: Path, *, cut: bool = True) -> None:
 def truncate_to_step(file: Path, step: int, written: int | None) -> Truncation:
     """Truncate a file to its rows up to step `step`. Move the damaged lines among them to FILE.damaged.
 
-    `written` is the number of such rows that the run wrote; None if unknown.
+    `written` is how many rows the run had written up to `step`; None if unknown.
     """
     end_last_line(file, cut=False)
     ends, steps, end = array("q", [0]), array("q"), 0

@@ -77,7 +77,7 @@ def metric_of(key: str) -> str:
 
 
 class RolloutRow(TypedDict):
-    """A completion in rollouts.jsonl, as language-model runs write it. Lists with one value per token match `completion_ids`."""
+    """A completion in rollouts.jsonl of a language-model run. Lists with a value per token are as long as `completion_ids`."""
 
     step: int
     """The optimiser step that trained on the completion. For held-out completions: the number of steps before the evaluation."""

@@ -92,7 +92,7 @@ class RunFolder:
         """Create the folder at `path`, or resume the run in it, and hold its lock while the block runs.
 
         Raise `UserError` if the folder contains other files or a run with other settings, if another process has locked it, or
-        if it does not match `resume`. Settings that are marked in the class `settings` may differ.
+        if it does not match `resume`. The class `settings` marks the settings that may differ.
         """
         path = paths.absolute(path)
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # the Rust libraries that write models accept no other name

@@ -357,7 +357,7 @@ def _describe(error: Exception, asked: Sequence[str]) -> str:
 
 
 def collect_memory(callback: Any) -> Any:
-    """Return `callback.state_dict()`, or else the "attributes" of `callback.state()` (transformers); None if both are missing."""
+    """Return a callback's state from `state_dict()`, or from transformers' `state()`; None if it has neither method."""
     if hasattr(callback, "state_dict"):
         return callback.state_dict()
     state = getattr(callback, "state", None)

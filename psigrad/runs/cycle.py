@@ -117,7 +117,7 @@ class _Saves(Generic[S]):
         return state
 
     def step(self, state: S) -> Outcome[S]:
-        """Take and record one step. If it raises an error before it changes a weight, first save the previous state."""
+        """Take and record one step. If it raises an error before it changes a weight, save the previous state."""
         try:
             outcome = self.loop.step(state)
             self.journal.record(outcome)
@@ -136,10 +136,7 @@ class _Saves(Generic[S]):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """At the end of the block, wait for checkpoints that are written in the background.
-
-        If a callback raised an error, first save the newest state.
-        """
+        """Save the newest state if a callback raises an error in the block. At the end, wait until all saves are complete."""
         try:
             yield
             self.loop.wait(None)

@@ -79,7 +79,7 @@ class WarningReporter:
         self._started = False
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Check a row of metrics and report new warnings. The first call also checks earlier rows, but does not report them."""
+        """Check a row of metrics and report new warnings. A resumed run does not repeat its earlier ones."""
         if not self._started:
             self._started = True
             for before in read_steps(self._folder.path / "metrics.jsonl"):
@@ -176,7 +176,7 @@ class Journal:
             redaction.say(text)
 
     def log_once(self, kind: str, text: str) -> None:
-        """Log only the first text of each kind. The event has it in the field `why`."""
+        """Log `text`, unless a text of this `kind` was logged before."""
         if kind not in self.logged:
             self.logged.add(kind)
             self.log(kind, text, why=text)
@@ -195,7 +195,7 @@ class Journal:
             tracker.log(step, {name: float(value) for name, value in figures.items() if isinstance(value, int | float)})
 
     def timings(self, step: int, seconds: Mapping[str, float], tokens: int) -> None:
-        """Write one row of timings.jsonl. `seconds` are from `Clock.read`. `tokens` is the number of tokens processed in them."""
+        """Write one row of timings.jsonl. `seconds` are from `Clock.read`. `tokens` is the number of tokens processed."""
         rate = tokens / seconds["step_time"]
         self.folder.timings({"step": step, **seconds, "tokens": tokens, "tokens_per_second": rate, **self.trim()})
 

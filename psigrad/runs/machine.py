@@ -147,9 +147,9 @@ def device(run: Run) -> str:
 
 
 def pins_of(run: Run, kernels: object) -> dict[str, str]:
-    """Return the pins of a run's threads, kernels and device, which affect the rounding of sums (see `psigrad.records.pins`).
+    """Return the pins (see `psigrad.records.pins`) that affect rounding: the threads, the kernels and the device.
 
-    `kernels` is psigrad's compiled kernels, or the reason why they are off.
+    `kernels` has psigrad's compiled kernels, or is a text that says why they are off.
     """
     return {
         "threads": str(torch.get_num_threads()),

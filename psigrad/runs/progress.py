@@ -127,7 +127,7 @@ def bar(
 ) -> Iterator[Advance]:
     """Draw a progress bar from `done` to `total` while the block runs, and yield the function that advances it.
 
-    If standard output is a file or a pipe, print lines instead, at least one per `every` calls; if `every` is 0, print none.
+    If standard output is a file or a pipe, print a line at least every `every` calls of the function, or none if `every` is 0.
     """
     if not enabled:
         yield lambda count=1, note="": None

@@ -100,7 +100,7 @@ class Teacher:
     def store_pieces(self, ends: Tensor, theirs: Tensor, logp: Tensor) -> None:
         """Store a batch's text pieces for `add_kl`. `ends`, `theirs` and `logp` have the shape [N, T].
 
-        `ends` is True at the last token of each piece, where `theirs` is the teacher's log-prob of the piece. `logp` is the
+        `ends` is True at the last token of each piece. There, `theirs` has the teacher's log-prob of the piece. `logp` is the
         policy's log-prob of each token.
         """
         d = torch.where(ends, span_kl(logp, ends, theirs), 0.0).sum(1)
@@ -125,7 +125,7 @@ class Teacher:
         return [self._cache[row] for row in rows]
 
     def pieces(self, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return two tensors [n, T]. At the last token of each piece, they are True and the teacher's log-prob of the piece."""
+        """Return (`ends`, `theirs`) of `store_pieces` for the completions."""
         rows = [(tuple(p), tuple(c)) for p, own in zip(groups.prompts, groups.completions, strict=True) for c in own]
         read = [self._translate(prompt, ids) for prompt, ids in rows]
         said = self._evaluate(Groups([p for p, _ in rows], [[ids] for ids, _ in read]), temperature, 0)

@@ -107,7 +107,7 @@ def _front(run: RunData, base: ModelOrigin, name: str) -> dict[str, Any]:
 
 
 def _index(run: RunData, name: str, task: str) -> list[dict[str, Any]]:
-    """Return the held-out metrics after training as the hub's `model-index` of the model `name` with the pipeline tag `task`."""
+    """Return the hub's `model-index` for the model `name`: its held-out metrics after training. `task` is its pipeline tag."""
     last = (run.evaluations or [{}])[-1]
     metrics = [
         {"name": f"held-out {stem}", "type": stem, "value": value}

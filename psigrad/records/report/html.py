@@ -38,15 +38,12 @@ _VERDICTS = {1.0: "good", 0.0: "bad"}
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table. templates/base.html draws its content `value` in the style `kind`.
-
-    The value of a "verdict" is "good" or "bad". That of a "conversation" is a list of (role, text, images as data URIs).
-    That of a "key" is the index of the run `name`. That of a "range" is a number with the interval `name`.
-    """
+    """One cell of a table: its content `value`, and the `kind` that decides how templates/base.html draws it."""
 
     value: Any
     kind: str = ""
     name: str = ""
+    """For a "key", the name of the run. For a "range", the interval of the value."""
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def _describe_small_change(run: RunData) -> list[str]:
 
 
 def _least_rows(run: RunData, row: Mapping[str, Any]) -> float:
-    """Return the least number of rows or episodes that the evaluation in `row` can have scored; infinity if unknown."""
+    """Return a lower bound on the number of rows or episodes scored in the evaluation `row`; infinity if unknown."""
     if "eval/prompts" in row:
         size = max(1.0, number(run.settings.get("evaluation.num_generations_eval", 1)))
         return number(row["eval/prompts"]) - number(row.get("eval/unscored", 0)) // size
@@ -203,7 +203,7 @@ def apply_rules(run: RunData) -> Watch:
 
 
 def _warnings(watch: Watch) -> list[str]:
-    """Return three texts: on current warnings, on earlier ones, and on those that a solved task explains."""
+    """Return three texts: on current warnings, on earlier ones, and on those that are normal once the task is solved."""
     found = watch.alerts()
     standing = dict.fromkeys(alert.rule for alert in found if alert.ended is None)
     calm, loud = ([BY_NAME[r].title for r in standing if watch.explains(r) is solved] for solved in (True, False))
