@@ -152,7 +152,7 @@ class Batch:
                 )
 
     def select(self, rows: Tensor | slice) -> Batch:
-        """Return the batch with only `rows` (indices or a boolean mask), `inputs` included."""
+        """Return only `rows` (indices or a boolean mask) of the batch, also of its `inputs`."""
         return replace(self, inputs=_select_inputs(self.inputs, rows), **self._of_tensors(lambda x: x[rows]))
 
     def _of_tensors(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ Explained = PolicyGradient | OnlinePreference | Preference | KahnemanTversky
 
 
 def explain(method: Explained, other: Explained | None = None) -> str:
-    """Return a text on the loss that a method minimises: its formula, then each part. With `other`, describe the differences."""
+    """Explain the loss that a method minimises: its formula, then each part. With `other`, describe the differences."""
     if other is not None:
         return _difference(method, other)
     if isinstance(method, OnlinePreference):

@@ -1,4 +1,4 @@
-"""The target and loss of deep Q-learning. The result of `back_up` can be reused until the target network changes."""
+"""The target and loss of deep Q-learning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def back_up(reward: Tensor, terminated: Tensor, next_q: Tensor, gamma: float) ->
 
     Formula: r + γ·(1 − terminated)·Q⁻(s', a'), with the target network's Q⁻(s', ·) in `next_q` [M, A]
 
-    An episode that was cut by its time limit is not terminated.
+    `terminated` is False if only the time limit ended the episode.
 
     Source: Mnih et al. 2015, Nature 518.
     """

@@ -75,7 +75,7 @@ def has_slopes(algorithm: PolicyGradient) -> bool:
 
 
 def slopes(algorithm: PolicyGradient, prepared: Prepared, totals: Totals) -> Slopes | None:
-    """Return the closed form for a method with `has_slopes`, or None if a step is masked or a row dropped."""
+    """Return the closed form, or None if a step is masked or a row dropped. `has_slopes` must be True for the method."""
     surrogate, batch = algorithm.surrogate, prepared.batch
     if not prepared.is_full and not bool((batch.mask & prepared.keep[:, None]).all()):
         return None

@@ -86,7 +86,7 @@ def over_steps(x_N: Tensor, batch: Batch) -> Tensor:
 
 
 def ones(batch: Batch) -> Tensor:
-    """An advantage of 1 for every step, which maximises the likelihood of the completions that no filter dropped.
+    """An advantage of 1 for every step, so that the policy imitates all kept completions.
 
     Formula: A_t = 1
 

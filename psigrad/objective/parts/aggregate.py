@@ -88,7 +88,7 @@ Keep = Callable[..., Tensor]
 
 
 def has_signal(batch: Batch) -> Tensor:
-    """Drop each group whose trajectories all have the same value M.
+    """Drop each group whose trajectories all have the same reward.
 
     Formula: keep i  ⇔  min(M) < max(M) in the group of i
              M_i is the reward of i without the penalty of `soft_overlong`; with `--filter-metric NAME`, the value of reward NAME
@@ -178,7 +178,6 @@ class clip_covariance:
 
     Formula: C_t = (log π_old(a_t|s_t) − mean(log π_old))·(A_t − mean(A)), with means over all tokens of the batch
              of the tokens with low < C_t < high, drop share · (number of all tokens) at random, but at least one
-             dropped tokens still count in w_t
 
     Source: Cui et al. 2025, Clip-Cov, arXiv:2505.22617; verl's clip_cov.
 

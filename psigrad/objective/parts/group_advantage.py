@@ -88,13 +88,13 @@ def over_group_mean(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class pass_at_k:
-    """The mean advantage of all subsets of k completions that contain this completion. A subset scores like its best completion.
+    """The mean advantage of all subsets of k completions that contain this completion.
 
     Formula: A_t = (1 − P)/σ if R_i > `right`, else (1 − P − C(m − 1, k − 1)/C(G − 1, k − 1))/σ; A_t = 0 if σ = 0
              P = 1 − C(m, k)/C(G, k), σ = √(P·(1 − P)), and C is the binomial coefficient
              m of the group's G completions are wrong: their R_i is at most `right`
 
-    P is the share of subsets with a right completion.
+    A subset is right if one of its completions is right. P is the share of right subsets.
 
     Source: Chen et al. 2025, Pass@k training, arXiv:2508.10751, section 2.4 (the analytical form).
 

@@ -18,7 +18,7 @@ The KL slot has these estimators. With the action a sampled from π, d = log π(
 | exact | Σ_a π(a)·d(a) | KL(π‖π_ref) | ∇KL(π‖π_ref), without sampling noise |
 | exact_forward | −Σ_a π_ref(a)·d(a) | KL(π_ref‖π) | ∇KL(π_ref‖π), without sampling noise |
 | exact_js | JS = m·KL(π_ref‖M) + (1 − m)·KL(π‖M), M = m·π_ref + (1 − m)·π | JS | ∇JS, without sampling noise |
-| span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) over pieces of text | its gradient |
+| span | log π(w) − log π_ref(w) of a piece of text w, at w's last step | KL(π‖π_ref) over pieces of text | ∇ of this KL |
 
 Sources: Schulman 2020, Approximating KL divergence; Tang and Munos 2025, arXiv:2506.09477; Agarwal et al. 2024,
 GKD, arXiv:2306.13649 (the forward and the Jensen–Shannon divergence).

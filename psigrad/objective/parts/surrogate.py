@@ -1,7 +1,7 @@
 """The surrogate slot: a function (logp, log_ratio, advantage) -> loss per step, all [N,T].
 
 A surrogate lists extra inputs [N,T] in `needs`: "mask", "logp_sampler" (the sampler's log-probs, or log π_old if those are not
-known) or "marks" (the result of the surrogate's method `marks` on the whole batch).
+known) or "marks" (computed once from the whole batch, by the surrogate's method `marks`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SEQUENCES = frozenset({"mask"})
 
 
 class SilentSurrogate:
-    """The base class of surrogates that give a step of advantage 0 no gradient, unless their `marks` chooses the step."""
+    """The base class of surrogates that give a step of advantage 0 no gradient, unless it has a mark other than 0."""
 
 
 class RatioSurrogate(SilentSurrogate):
-    """The base class of silent surrogates (see `SilentSurrogate`) whose gradient flows through the ratio alone."""
+    """The base class of surrogates whose gradient flows through the ratio alone."""
 
 
 class SamplerWeighted(SilentSurrogate):
@@ -164,7 +164,7 @@ def innermost(surrogate: Surrogate) -> Surrogate:
 
 
 def silent_without_advantage(surrogate: Surrogate) -> bool:
-    """Return True if `surrogate` is known to give a step of advantage 0 no gradient, unless its `marks` chooses the step."""
+    """Return True if `surrogate` is known to give a step of advantage 0 no gradient, unless the step has a mark other than 0."""
     return innermost(surrogate) in (score, unclipped) or isinstance(innermost(surrogate), SilentSurrogate)
 
 

@@ -384,7 +384,7 @@ class KahnemanTversky:
     """A loss on single completions labelled good or bad.
 
     Formula: λ_D·(1 − σ(β·(r − z))) for desirable completions, λ_U·(1 − σ(β·(z − r))) for undesirable ones
-             r = log π(y|x) − log π_ref(y|x); z = max(0, mean of r over pairs of a prompt and an answer to another prompt)
+             r = log π(y|x) − log π_ref(y|x); z = max(0, mean of r over answers y to a prompt other than x)
 
     Source: Ethayarajh et al. 2024, KTO, arXiv:2402.01306, eq. 8.
     """

@@ -63,7 +63,7 @@ class BradleyTerry:
 
 
 def process_loss(logits: Tensor, labels: Tensor, total_steps: int) -> Loss:
-    """Return the share of `labels` in the loss of an optimiser step. Each label rates one step of a solution.
+    """Return a micro-batch's share of an optimiser step's loss. Each label rates one step of a solution.
 
     `labels` are in [0, 1] and have the shape of `logits`. `total_steps` is the number of labels in the whole optimiser step.
 
