@@ -22,9 +22,7 @@ def init(arguments: list[str]) -> int:
     """Run `psigrad init KIND [FOLDER]`: write a project with settings, tests and a README. Return the exit status, 0."""
     if flags.asks_for_help(arguments):
         listed = "\n".join(f"  {kind:<12} {what}" for kind, (what, _) in KINDS.items())
-        print(
-            "psigrad init KIND [FOLDER]\n\nWrite a working project to a new FOLDER (default: ./KIND): data, tests and settings.\n"
-        )
+        print("psigrad init KIND [FOLDER]\n\nWrite a new project to FOLDER (default: ./KIND): data, tests and settings.\n")
         print(listed)
         return 0
     names = [text for text in arguments if not text.startswith("-")]
