@@ -103,7 +103,7 @@ def pack(rows: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `pack` serialised. Those without tokens have memoryviews as log-probs and mask, not tuples."""
+    """Return the trajectories that `pack` serialised."""
     arrays = safetensors.numpy.load(data)
     held, at = json.loads(arrays["rest"].tobytes().decode("utf-8", "surrogatepass")), dict.fromkeys(arrays, 0)
 
@@ -112,7 +112,7 @@ def unpack(data: bytes) -> list[Trajectory]:
             return RemoteTokens(*count)
         at[name] += count
         found: Any = arrays[name][at[name] - count : at[name]]
-        return tuple(found.tolist()) if as_tuple else memoryview(found)
+        return tuple(found.tolist()) if as_tuple else memoryview(found)  # a memoryview avoids a copy
 
     prompts, rows = [take("prompts", count) for count in held["prompts"]], []
     for row in held["rows"]:

@@ -180,7 +180,7 @@ class Scorer(Protocol):
 def check_unscored(
     reasons: Sequence[str | None], limit: float, sources: Sequence[str] = (), before: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Raise `RewardError` if scoring failed for too many of the most recent completions, some of them in this step.
+    """Raise `RewardError` if scoring failed for too many of the most recent completions.
 
     `reasons` has one entry per completion of this step: why it is unscored, or None. `limit` is the allowed share of failures.
     Return [failures, completions] for each recent step, to be passed as `before` in the next step.
@@ -201,7 +201,7 @@ def check_unscored(
 def explain_unscored(reasons: Sequence[str | None], sources: Sequence[str] = (), above: str = "") -> str:
     """Return a sentence with the number of unscored completions, the most common reason, and the rows where it occurred.
 
-    `sources[i]` is the file and line of the row of completion i. The text `above` follows the number.
+    `sources[i]` is the file and line of the row of completion i. The text `above` is inserted after the number.
     """
     counts: dict[str, list[int]] = {}
     for i, reason in enumerate(reasons):

@@ -53,7 +53,7 @@ class LossSums:
         return loss.value
 
     def of(self, share: Callable[[], Loss], weight: float = 1.0) -> Tensor:
-        """Call `share`, `add` the loss, and return its value. If `weight` is 0, add nothing, and return 0 · value."""
+        """Call `share`, `add` the loss, and return its value. If `weight` is 0, only return the value times 0."""
         loss = share()
         return self.add(loss) if weight else 0.0 * loss.value  # a pass of weight 0 only keeps step with other processes
 

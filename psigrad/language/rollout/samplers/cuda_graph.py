@@ -57,13 +57,13 @@ class Room(NamedTuple):
 class CudaGraphDecoding:
     """Recorded decoding steps of a model (CUDA graphs), and their cache.
 
-    There is one recording per sampling distribution, set of active adapters, and shape (the arguments of `_step`). It contains
-    the memory addresses of the cache, which therefore has its full size from the start.
+    There is one recording per sampling distribution, set of active adapters, and shape (the arguments of `_step`).
     """
 
     def __init__(self, model: LanguageModel, room: Room, wanted: Room | None = None, record: Recorder | None = None) -> None:
         """Create a cache of size `room`. `wanted` is the larger size that was requested, if `fitting` reduced it."""
         self.model, self.wanted = model, wanted or room
+        # The recordings contain the cache's memory addresses, so it has its full size from the start.
         self.cache = GroupedCache(*room) if room.prompts else KVCache(*room[:2])
         self.weights = weight_addresses(model)
         self._record = record or cuda_recorder()
@@ -116,7 +116,7 @@ class CudaGraphDecoding:
         return min(between if _NARROWEST < wanted <= between else wide, most)
 
     def _seated(self, size: int) -> tuple[int, ...]:
-        """Copy a `GroupedCache`'s `Seats` to the GPU. Return (length of the grid, `members`, tokens read per prompt)."""
+        """Copy a `GroupedCache`'s `Seats` to the GPU. Return (len(grid), `members`, tokens read per prompt)."""
         if not isinstance(self.cache, GroupedCache):
             return ()
         seats = self.cache.seats(size)
@@ -162,7 +162,7 @@ class CudaGraphDecoding:
 
 
 def fitting(model: LanguageModel, room: Room) -> Room:
-    """Return `room`, halved until it takes at most half of the GPU's free memory; with 0 slots on a CPU, or if none fits."""
+    """Return `room`, halved until it takes at most half of the GPU's free memory. On a CPU, it has 0 slots."""
     if model.device.type != "cuda":
         return room._replace(slots=0)
     token, most = cached_numbers(model.network.config) * model.network.dtype.itemsize, SHARE * free_memory(model.device)

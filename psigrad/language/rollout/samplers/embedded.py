@@ -308,7 +308,7 @@ class _Batch:
         return self.kept if self.kept is not None and self.kept.open else None
 
     def name_rows(self) -> None:
-        """Tell the activation cache which of its rows belong to each completion. The last token, never an input, has no row."""
+        """Tell the activation cache which of its rows belong to each completion."""
         if self.kept is None or self.rows is None or not self.kept.open:
             return
         rows, logps = self.rows, self.logprobs[0]
@@ -317,6 +317,7 @@ class _Batch:
             start, members = self.prompt_rows[r], range(self.firsts[r], self.firsts[r + 1])
             own = [
                 CachedCompletion(tuple(self.ids[i, :n].tolist()), rows[i, : max(n - 1, 0)], logps[i, :n])
+                # The last token is never an input, so it has no row.
                 for i, n in zip(members, self.counts[members].tolist(), strict=True)
             ]
             self.kept.register(request.prompt_ids, np.arange(start, start + len(request.prompt_ids)), own)

@@ -78,10 +78,9 @@ class GroupedCache(KVCache):
 
 
 class Seats(NamedTuple):
-    """A grid of slots, with one row per prompt and M = `members` places per row, for the slots that continue the prompt.
+    """The slots arranged by prompt: `grid` [P · `members`] has `members` places for the slots of each of P prompts.
 
-    For P prompts, `grid` [P · M] has the slot at each place. `seat` has each slot's place: an index into `grid`. `behind` has the
-    number of tokens of each slot's prompt.
+    `seat` has each slot's index in `grid`. `behind` has the number of tokens of each slot's prompt.
     """
 
     grid: np.ndarray

@@ -121,7 +121,7 @@ def rows_of(micro: MicroBatch) -> Tensor:
 
 
 def inputs_of(batch: Batch, micro: MicroBatch) -> Groups:
-    """Return the model's inputs for a micro-batch: each prompt with the completions, or parts of them, sampled after it."""
+    """Return the model's inputs for a micro-batch: each prompt with the tokens sampled after it."""
     read = _contexts_of(batch, micro)
     rows = [[batch.inputs[i].completion for i, _ in own] for _, own in read]
     experts = [(own[0].prompt_experts, [one.experts for one in own]) for own in rows]
@@ -199,7 +199,7 @@ def compute_by_row(
 
 
 def metric_of(trajectory: Trajectory, name: str = "", weights: Mapping[str, float] | None = None) -> float:
-    """Return the value that dynamic sampling compares within a group: that of the reward function `name`.
+    """Return the value of the reward function `name`, which dynamic sampling compares within a group.
 
     If `name` is empty, return the reward without the length penalty soft_overlong.
     """

@@ -34,7 +34,7 @@ UNSCORED, NO_SIGNAL, EARLIER = "dropped: unscored", "dropped: equal rewards", "d
 def next_collection(
     run: OnlineRun, state: State, clock: Clock, cache: ActivationCache | None
 ) -> tuple[Collected, tuple[Pending, ...]]:
-    """Return (this step's `Collected`, the next `config.lag` steps' `Pending`). Start those not yet started."""
+    """Return (this step's `Collected`, the next `config.lag` steps' `Pending`). Start them if needed."""
     pending = list(state.pending)
     wanted = num_started(state.step, run.config.lag, run.total_steps) - state.step
     if run.executor is not None and not run.sampler.central and pending and len(pending) < wanted:
@@ -66,7 +66,7 @@ def num_started(step: int, lag: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A `Collected` that a thread is still making. `end` is the index of the first prompt after it; None if not yet known."""
+    """A `Collected` that a thread is still making. `end` is the index of the next step's first prompt; None if not yet known."""
 
     found: Future[Collected]
     end: int | None
@@ -169,7 +169,7 @@ def update_ledger(ledger: Mapping[str, int], cursor: int, collected: Collected) 
 
 
 def open_ledger(ledger: Mapping[str, int], cursor: int) -> dict[str, int]:
-    """Return the ledger, {outcome: count}. If an old checkpoint has none, count `cursor` prompts as `EARLIER`."""
+    """Return the ledger, {outcome: count}. If an old checkpoint has none, give all its prompts the outcome `EARLIER`."""
     if ledger or not cursor:
         return dict(ledger)
     return {ISSUED: cursor, EARLIER: cursor}

@@ -142,7 +142,7 @@ class TokenFigures:
         return self
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return each row's columns of rollouts.jsonl (see `RolloutRow`). Only the first `count` rows have values per token."""
+        """Return each row's columns of rollouts.jsonl; see `RolloutRow`."""
         rows: list[dict[str, Any]] = [{} if keep else {"kept": False} for keep in self.prepared.keep.tolist()]
         batch = self.prepared.batch
         chosen = batch.mask[: self.count].numpy()

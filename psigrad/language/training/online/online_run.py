@@ -156,7 +156,7 @@ class OnlineRun:
 
 
 def is_exact_sampler(sampler: Sampler, model: LanguageModel) -> bool:
-    """Return True if a sampler's log-probs equal the trainer's float32 log-probs, up to the order in which terms are summed."""
+    """Return True if the trainer uses float32, and the sampler's log-probs equal the trainer's, except for rounding."""
     return sampler.exact and not model.why_padded and model.network.dtype == torch.float32 and has_exact_matmul(model.device)
 
 

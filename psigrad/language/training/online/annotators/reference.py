@@ -73,7 +73,7 @@ def move_towards(reference: LanguageModel, model: LanguageModel, share: float) -
 
     Formula: θ_ref ← share·θ + (1 − share)·θ_ref
 
-    In half precision, the changes of a small share are rounded away, so set reference_dtype to float32.
+    Half precision rounds small changes away, so set reference_dtype to float32.
 
     Source: TRL sync_ref_model; Gorbatovski et al. 2024, TR-DPO, arXiv:2404.09656.
     """
