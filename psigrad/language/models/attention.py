@@ -225,7 +225,8 @@ class PackedLayout:
 
     @cached_property
     def _inverse(self) -> Tensor:
-        """[S] the position of each packed token in `_order`. Computing it on the CPU avoids a synchronisation with the GPU."""
+        """[S] the position of each packed token in `_order`."""
+        # Computing it on the CPU avoids a synchronisation with the GPU.
         pieces, count, width = self.pieces, len(self.pieces.prefixes), int(self.pieces.prefixes.max(initial=0))
         wide = np.concatenate([np.full(count, width), np.full(len(pieces.sequences), pieces.sequences.max(initial=0))])
         begin = wide.cumsum() - wide
@@ -333,8 +334,8 @@ class PackedLayout:
         return self.scan_with_states(recurrence, inputs, every=False)[0]
 
     def scan_with_states(self, recurrence: Recurrence, inputs: Tensors, every: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return (the outputs of `scan`, the final state of each of the `segments`). If `every` is False, the C++ kernels leave
-        out the states that no other segment starts from.
+        """Return (the outputs of `scan`, the final state of each of the `segments`). If `every` is False, states
+        that no segment continues may be missing.
         """
         if self.device.type == "cpu" and (ready := recurrence.scan_trees(inputs, self._trees(every))) is not None:
             return ready
@@ -367,8 +368,8 @@ class PackedLayout:
     def segments(self) -> tuple[Tensor, Tensor, list[tuple[tuple[int, int], Tensor | None]]]:
         """The row's segments: (`order`, `inverse` [S], waves). A prefix is cut into segments where a sequence branches off.
 
-        A wave is a batch of padded segments: ((number of segments, longest length), `source`). `source[i]` is the
-        number, counted over all waves, of the segment that segment i continues (-1: none). If all are -1, `source` is None.
+        A wave is a batch of padded segments: ((number of segments, longest length), `source`). Its segment i continues
+        segment `source[i]`, counted over all waves (-1: none). If all are -1, `source` is None.
         `order` has the packed positions of all waves' tokens (-1: padding); `order[inverse[s]]` is s.
         """
         tables, shapes = [], []

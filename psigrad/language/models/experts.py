@@ -110,10 +110,7 @@ class RouterRecorder:
         return np.uint8 if self.num_experts <= 256 else np.uint16
 
     def _route(self, place: int, router: Any, given: Any, named: Any, made: Any) -> Any:
-        """Return the (logits, weights [S, k], experts [S, k]) of router number `place`, whose own output is `made`.
-
-        This is a forward hook. `given` and `named` are the router's arguments.
-        """
+        """Return (logits, weights [S, k], experts [S, k]) of router number `place`. This is a forward hook of the router."""
         if self._followed is not None:
             with FixedChoice(self._followed[place], made[0].shape[-1]):
                 made = router.forward(*given, **named)
@@ -135,7 +132,7 @@ class RouterRecorder:
     def follow(self, choices: Tensor | None) -> Iterator[None]:
         """Force the routers to choose the experts `choices` [layers, S, k]; None lets them choose freely.
 
-        With gradients, the choices hold beyond this context, until the next `follow`.
+        If gradients are enabled, `choices` apply until the next `follow`, also in the backward pass.
         """
         before, self._followed = self._followed, choices
         try:

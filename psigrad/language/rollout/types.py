@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length"]
 class Prompt:
     """A prompt from the dataset: the `index` of its row, its token `ids`, and the `row` itself.
 
-    `teacher_ids` is the prompt of the reference model. If it is empty, this model reads `ids` too.
+    The reference model reads `teacher_ids`, or `ids` if they are empty.
     """
 
     index: int
@@ -169,10 +169,10 @@ class Sampler(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Release resources outside of this process's memory, such as other processes. The sampler cannot be used afterwards."""
+        """Release the sampler's resources, such as other processes. The sampler cannot be used afterwards."""
 
     def snapshot(self) -> Sampler:
-        """Return a sampler with the trainer's current weights. A sampler that runs a copy of them updates it first.
+        """Return a sampler with the trainer's current weights. If the sampler runs a copy of them, the copy is updated.
 
         All processes that train together call this method before any of them samples.
         """

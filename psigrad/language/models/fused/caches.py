@@ -388,7 +388,7 @@ class PackedWeights:
         return self._layers[key][1]
 
     def head(self, weight: Tensor, products: Products) -> PackedMatrix | None:
-        """Return the packed LM head; None if it cannot be packed or packing does not pay yet."""
+        """Return the packed LM head; None if it cannot be packed, or if it has been used too few times to be worth packing."""
         asked_of, asked, packed = self._head
         asked = 1 + (asked if asked_of == version_of(weight) else 0)
         packed = None if asked == 1 else packed
@@ -408,10 +408,7 @@ class PackedWeights:
 
 
 class CachedPrompt:
-    """The keys and values of a prompt in float32: for each layer first all keys, then all values.
-
-    `Kernels.prompt_tables` writes them in the order in which the decoding kernel reads them.
-    """
+    """The keys and values of a prompt in float32: for each layer first all keys, then all values."""
 
     def __init__(self, length: int, heads: Sequence[Heads]) -> None:
         sizes = np.array([table_sizes(length, one) for one in heads])

@@ -1,7 +1,4 @@
-"""The fused decoder: psigrad's kernels run the architectures in `families` on a CPU, in float32 or bfloat16.
-
-In all other cases transformers' modules run. Tests compare the fused decoder with these modules.
-"""
+"""The fused decoder: psigrad's kernels run the architectures in `families` on a CPU, in float32 or bfloat16."""
 
 from __future__ import annotations
 

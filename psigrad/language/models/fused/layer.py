@@ -308,7 +308,7 @@ class Layer:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return (the gradient of x, a list of the gradients of `weights`). A frozen matrix has None in place of a gradient.
 
-        `learns` is True for each weight that needs a gradient. `kept` has the tensors from `forward`; the list is emptied.
+        `learns[i]` is True if weight i needs a gradient. `kept` has the tensors from `forward`; the list is emptied.
         If `overwrite` is True, gradients may overwrite the tensors.
         """
         weights = self.current_weights(how.adapted) if how.ready is None else how.ready[self.index]
