@@ -135,10 +135,10 @@ class VarlenLayout(_Unpadded):
 
     @cached_property
     def _copies(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]): the indices for `_Copies`.
+        """(tokens [K], copies [P, C], missing [P, C, 1, 1], single [S − P]), the arguments of `_Copies`.
 
-        `tokens` has the token of each key. `copies` has the keys of each of the P prefix tokens, with padding where `missing` is
-        True. `single` has the key of each other token.
+        Key i is a copy of the key of token `tokens[i]`. `copies` has the indices of each prefix token's copies, padded where
+        `missing` is True. `single` has the index of each other token's only copy.
         """
         pieces, device = self.packed.pieces, self.packed.device
         real = pieces.lengths > 0
@@ -265,7 +265,7 @@ def unpad(packed: PackedLayout, how: str | Varlen) -> Layout:
 
 
 def _list_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, per row of `blocks` [Q, K], (the number of True values [1, 1, Q], the columns [1, 1, Q, K] with these first)."""
+    """Return, per row of `blocks`, (the number of True values [1, 1, Q], the columns [1, 1, Q, K], those with True first)."""
     return blocks.sum(1)[None, None], (~blocks).argsort(1, kind="stable")[None, None]
 
 

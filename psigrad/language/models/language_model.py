@@ -357,7 +357,7 @@ def load(
     """Load the model at `path` (a folder or a hub name), ready for training and sampling.
 
     - `adapter` is a folder with LoRA weights to resume from.
-    - `tokenizer` (or its folder) replaces the one at `path`, and `eos_token` its EOS token (if the vocabulary has it).
+    - `tokenizer` (an object or a folder) replaces the one at `path`. `eos_token` becomes its EOS token if the vocabulary has it.
     - `trust_remote_code` runs the Python code that comes with the model.
     - `for_shards` leaves the weights in the host's memory, for `sharded.shard`.
     - `base` is the quantisation of the layers under a LoRA adapter: "nf4", "int8" or "gguf".

@@ -213,7 +213,7 @@ def _gradient(
     """Overwrite the logits `stored` with their gradient slope · (one-hot(ids) − softmax(stored / temperature)), and return it.
 
     `slope` [rows] is the log-probs' gradient divided by the temperature, `less` is −slope, `normaliser` [rows] the log-sum-exp.
-    `room` is an empty list at the first chunk, which must be the largest. It holds a buffer for the next ones.
+    `room` is one list for all chunks, empty at first, that keeps a buffer. The first chunk must be the largest.
     """
     wide = normaliser.dtype
     if (triton := gpu_kernels(stored) if wide == torch.float32 else None) is not None:

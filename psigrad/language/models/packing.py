@@ -200,9 +200,9 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class RowSelection:
-    """The rows that a layer reads and writes. None means one row for each of the S tokens.
+    """The rows that a layer reads and computes for S tokens. None means one row for each token.
 
-    `input_rows` [S] is the row of the input x for each token. `output_rows` [W] lists the tokens whose output is needed.
+    Token s reads the input's row `input_rows[s]`. The output has rows only for the tokens `output_rows` [W].
     """
 
     input_rows: Tensor | None = None

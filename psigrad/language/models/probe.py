@@ -76,7 +76,7 @@ def check_causal(hf: PreTrainedModel, text: Sequence[int]) -> None:
     other = [*text[:-1], text[-1] - 1 if text[-1] else 1]
 
     def change() -> float:
-        """Return the lower quartile of the earlier tokens' changes, in standard deviations of a token's logits."""
+        """Return the change of the logits at earlier tokens, in standard deviations (the lower quartile over tokens)."""
         passes = (hf(input_ids=torch.tensor([ids], device=hf.device), use_cache=False).logits for ids in (text, other))
         one, two = (logits[0, :-1].float() for logits in passes)
         return float(((one - two).pow(2).mean(-1).sqrt() / one.std(-1)).quantile(0.25))
@@ -121,7 +121,7 @@ def attend(model: Any, choice: str) -> None:
 
 
 def with_gradient(model: Any) -> list[Tensor]:
-    """Return [the outputs on the model's probe texts, then their sum's gradient for each trained parameter, scaled to norm 1]."""
+    """Return [the model's outputs on its probe texts, the gradient of their sum for each trained parameter, scaled to norm 1]."""
     # `torch.autograd.grad` skips FSDP's hooks
     learns = [p for p in model.trainable().values() if p.requires_grad] if model.shard_root is None else []
     with torch.set_grad_enabled(bool(learns)):

@@ -126,7 +126,7 @@ class TokenStatsRequest:
         return logp, entropy, kl, hit, mean_logp
 
     def _divergence(self, pi: Tensor, log_pi: Tensor, never: Tensor, log_ref: Tensor) -> Tensor:
-        """Return the divergence [M] of π and the reference from `_exp`'s results for π and from log π_ref, all [M, V]."""
+        """Return the divergence [M] of π and the reference. `pi`, `log_pi` and `never` [M, V] are the results of `_exp`."""
         if self.divergence == "exact":
             return (pi * (log_pi - log_ref.masked_fill(never, 0.0))).sum(-1)
         ref = log_ref.exp()

@@ -51,9 +51,7 @@ def check_tokenizer(path: str) -> None:
         added = max(added, len(named), len(held.get("additional_special_tokens") or ()))
         for kind in ("normalizer", "decoder", "post_processor"):
             if (growth := _growth(held.get(kind))) > MOST_GROWTH:
-                raise ValueError(
-                    f"the {kind} of its tokenizer can make a text {growth:.3g} times as long, above the limit of {MOST_GROWTH:,}"
-                )
+                raise ValueError(f"the {kind} of its tokenizer can make a text {growth:.3g} times as long; use another tokenizer")
     if added > MOST_ADDED:
         raise ValueError(
             f"its tokenizer has {added:,} added tokens, more than {MOST_ADDED:,}; move them into its ordinary vocabulary"

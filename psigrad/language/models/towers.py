@@ -110,7 +110,7 @@ class Towers:
         return cls(config, _weight_files(path), processor_files(path))
 
     def put_back(self, folder: Path) -> bool:
-        """Add the towers to the text half saved in `folder`. Return False if the names of its tensors do not fit, else True."""
+        """Add the towers to the text half saved in `folder`. Return False if its tensors are not named as in the checkpoint."""
         shards = sorted(folder.glob("model*.safetensors"))
         last = len(shards) + 1
         names = [name for shard in shards for name in _header(shard)]
@@ -156,7 +156,7 @@ def open_towers(network: Any, path: str) -> None:
 
 
 def put_back(network: Any, folder: Path) -> bool:
-    """Add the towers found by `open_towers` to the model in `folder`. Return False if `Towers.put_back` does, otherwise True."""
+    """Add the towers found by `open_towers`, if any, to the model in `folder`. Return False if `Towers.put_back` cannot."""
     found: Towers | None = getattr(network, _TOWERS, None)
     return found is None or not (folder / "config.json").exists() or found.put_back(folder)
 

@@ -88,7 +88,7 @@ class ExpertLayer(Layer):
         self._names = [path.partition(".")[2] for path in self.feed_others if path.startswith(f"{self.router}.")]
 
     def _expand(self, plain: LayerWeights) -> LayerWeights:
-        """Return `plain` with each expert's matrices [gate|up] and down appended. Each matrix is a group; see `LayerWeights`."""
+        """Return `plain` with each expert's matrices [gate|up] and down appended, each in a group of its own."""
 
         def alternate(both: Sequence[Tensor]) -> list[Tensor]:
             return list(itertools.chain(*zip(*(x.unbind() for x in both), strict=True)))
@@ -157,7 +157,7 @@ class ExpertLayer(Layer):
         return y, (middle, both.index_select(0, pairs.inverse).view(len(middle), -1), choice, logits)
 
     def feed_gradient(self, dy: Tensor, kept: list[Tensor], made: WeightGradients, overwrite: bool) -> Tensor:
-        """Return the gradient; see `Layer.feed_gradient`. `kept` has the gradient of the router's logits in their place."""
+        """Return the gradient; see `Layer.feed_gradient`. `kept[3]` is the gradient of the router's logits."""
         middle, both, choice, dlogits = (kept.pop(0) for _ in range(4))
         weights, (experts, chosen, inner) = made.weights, self._sizes
         dout, normed, pairs = made.before_residual(1, dy, kept), self._norm(middle, weights.norms[1]), _Pairs(choice, experts)

@@ -61,7 +61,7 @@ class ModuleKernels:
         return made.view(*x.shape[:-1], len(weight))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Return x · weightᵀ + bias, written to `out` if given. Decoding uses a packed weight if `packed` has room for it."""
+        """Return x · weightᵀ + bias, written to `out` if given."""
         out, products = x.new_empty(len(x), len(weight)) if out is None else out, self.native.products
         if self.packed is not None and not torch.is_grad_enabled():
             made = self.packed.of(id(weight), [weight], lambda: [Projection([weight.detach()], bias, None)], products)
