@@ -191,7 +191,7 @@ def _number_of(kind: Callable[[str], T], text: str) -> T:
 
 
 def _refuse(rest: Sequence[str], parser: _Parser, expected: str, cls: type[Any] | None = None) -> None:
-    """Raise `UserError` for the first of the unknown arguments in `rest`, if any. Only flags and `expected` are allowed."""
+    """Raise `UserError` for the first of the unknown arguments `rest`, if any. `expected` is what is allowed besides flags."""
     for text in rest:
         if text.startswith("-"):
             flag = text.split("=")[0]
@@ -256,7 +256,7 @@ def _parser(cls: type[Any], command: str, defaults: Mapping[str, Any], every: bo
 def _add_shortcuts(parser: _Parser, cls: type[Any], method: Any, every: bool) -> None:
     """Add a flag for each `Shortcut`: a short name for a setting in a part of a training method, such as the clip range.
 
-    Help lists the flags for parts that `method` has: the main ones, or all if `every`.
+    Help lists those that apply to `method`: the main ones, or all if `every`.
     """
     known = shortcuts.shortcuts_of(cls)
     group = parser.add_argument_group("parts of the method; `psigrad explain METHOD` shows them all") if known else parser

@@ -231,7 +231,7 @@ OPPONENTS = OnlineConfig(model=Model("m"), data=Data("d"), environment="kuhn", p
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (replace(OPPONENTS, environment="guess"), "the environment has only one seat"),
+        (replace(OPPONENTS, environment="guess"), "an environment with one seat"),
         (replace(OPPONENTS, model=Model("m", lora_rank=4)), "LoRA"),
         (replace(OPPONENTS, sampling=Sampling(sampler="vllm")), "use embedded"),
         (replace(OPPONENTS, past_opponents=0.0, algorithm="online_dpo"), "the players of a game read different"),

@@ -257,7 +257,7 @@ REFUSED = [
     ({"learning_rate": -1.0}, "learning_rate cannot be changed to -1.0; expected at least 0"),
     ({"algorithm.kl.coefficient": "x"}, "cannot be changed to 'x'; expected a number"),
     ({"algorithm.kl.coeficient": 0.1}, "there is no 'coeficient'; did you mean 'coefficient'"),
-    ({"algorithm.kl.estimator": 1.0}, "it is 'k3.*', not a number"),
+    ({"algorithm.kl.estimator": 1.0}, "is 'k3.*', but only a number can be changed"),
 ]
 
 

@@ -65,8 +65,8 @@ class ModelObject:
     def save_start(self, folder: Path, world: World, allowed: bool) -> None:
         """In a new run, save the network's weights in `folder`. In a resumed run, compare the network with the model in `folder`.
 
-        Weights that differ are replaced by the saved ones if `allowed`, or if this process has trained them in this run. Any
-        other difference raises `UserError`.
+        If only the weights differ, load the saved ones if `allowed`, or if this process trained the network in this run.
+        Otherwise a difference raises `UserError`.
         """
         network = self.network
         assert network is not None

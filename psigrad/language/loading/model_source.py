@@ -147,7 +147,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def write_end_tokens(folder: Path, tokenizer: Any, known: Sequence[int] = ()) -> None:
-    """Add the tokenizer's `end_tokens` and the `known` ones to generation_config.json, where `generate` and servers read them."""
+    """Add the tokenizer's `end_tokens`, and those in `known`, to generation_config.json for `generate` and servers."""
     file = folder / "generation_config.json"  # edited as JSON: transformers refuses to save a change if the original has errors
     held = json.loads(file.read_text()) if file.exists() else None
     own = held["eos_token_id"] if held and "eos_token_id" in held else []

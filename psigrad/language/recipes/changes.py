@@ -67,5 +67,5 @@ def _replace_in(thing: Any, path: list[str], value: Any, name: str) -> Any:
     if len(path) > 1:
         value = _replace_in(held, path[1:], value, name)
     elif "." in name and name.partition(".")[0] in PARTS and (isinstance(held, bool) or not isinstance(held, int | float)):
-        raise UserError(f"{name} cannot be changed during a run, since it is {held!r}, not a number.")
+        raise UserError(f"{name} is {held!r}, but only a number can be changed during a run.")
     return replace(thing, **{path[0]: value})

@@ -192,7 +192,7 @@ def _best_of(
 
 
 def write_model(model: LanguageModel | ScalarModel, folder: Path, saved_form: str) -> None:
-    """Write the merged model in Hugging Face format, or the adapter if `saved_form` is "adapter". "both" also writes adapter/."""
+    """Write the merged model, the "adapter", or "both": then the adapter goes to adapter/."""
     if saved_form == "adapter":
         write(model.adapter, model.tokenizer, folder)
         return

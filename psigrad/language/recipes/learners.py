@@ -203,7 +203,7 @@ class CheckpointWriter:
     def _await_all_ranks(self, job: Future[None]) -> float | None:
         """Wait until all ranks have written their parts of the checkpoint, or one has failed.
 
-        Return how many seconds to wait for this rank's `job` afterwards; None means no limit.
+        Return the time limit in seconds for this rank's `job`; None means no limit.
         """
         states = [0]
         # Asking each second, a rank notices within minutes, not hours, that another one hangs.
@@ -245,7 +245,7 @@ def begin(
     fresh: State,
     rows: tuple[int, int],
 ) -> RunStart:
-    """Return the start of a run: from the checkpoint `saved`, whose optimisers are restored, or else from the state `fresh`.
+    """Return the start of a run: from the checkpoint `saved` if there is one, otherwise from the state `fresh`.
 
     `pinned` are the values that must not change when the run resumes. `rows` are the numbers of training and held-out rows.
     """

@@ -31,7 +31,7 @@ _ONE_AT_A_TIME = threading.Lock()
 class ModelScorer:
     """A reward model as a `Scorer`.
 
-    With `same_tokens`, it scores the policy's own tokens where possible; otherwise, text rendered by its own chat template.
+    With `same_tokens`, it reads the policy's tokens where possible. Otherwise it renders the text with its own template.
     """
 
     name: str
@@ -89,7 +89,7 @@ class ModelScorer:
         return to_turns(self.model.tokenizer, Row("a completion", prompt, completion, columns=columns), self.model.plain_prompts)
 
     def _tokens(self, row: Row, own: tuple[Ids, Ids] | None) -> tuple[Ids, Ids]:
-        """Return (prompt tokens, completion tokens): `own`, the policy's, where possible; otherwise, of the rendered `row`."""
+        """Return (prompt tokens, completion tokens): those of the policy, `own`, where possible; otherwise those of `row`."""
         end = self._ends[isinstance(row.prompt, str)] if self.same_tokens and own else None
         if end is None or own is None:
             return [], answer_ids(self.model, row)  # the prompt is among them
@@ -143,7 +143,7 @@ def answer_ids(model: ScalarModel, row: Row) -> Ids:
 def answer_end(tokenizer: Any, plain: bool) -> list[int] | None:
     """Return the tokens that end every answer. With `plain`, answers are text without a chat template.
 
-    Return None if the template writes something before an answer, such as Qwen3's empty thinking.
+    Return None if the template writes something, such as an empty thinking block, before the answer.
     """
     rows = [Row("a test conversation", "a", text) for text in ("b", "c")]
     rows = rows if plain else [to_turns(tokenizer, row) for row in rows]

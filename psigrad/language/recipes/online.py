@@ -216,7 +216,7 @@ def annotators_of(
 
 @contextlib.contextmanager
 def executor_of(config: OnlineConfig, sampler: Sampler, world: World) -> Iterator[Executor | None]:
-    """Yield an executor that samples during training, in threads; None on ranks above 0, or if sampling must wait."""
+    """Yield an executor that samples during training, in threads; None on ranks above 0, or if the two must take turns."""
     # Several processes would communicate in two threads. With a filter, the sampling thread would use the model in training.
     beside = sampler.overlaps and world.size == 1 and not config.sampling.filtered
     if not ((sampler.central or beside) and config.lag and world.rank == 0):

@@ -135,27 +135,27 @@ def _check_seats(config: OnlineConfig, algorithm: PolicyGradient | OnlinePrefere
     if not config.past_opponents:
         return
     reasons = {
-        "the environment has only one seat": count_seats(config) == 1,
-        "with LoRA each earlier policy would be another adapter; train without LoRA (lora_rank 0)": config.model.lora_rank > 0,
-        f"sampling.sampler is {config.sampling.sampler!r}; use embedded": config.sampling.sampler != "embedded",
-        "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
-        "placement.cluster samples elsewhere": bool(config.placement.cluster),
-        "with a lag the earlier policies would be older than their recorded step": config.lag > 0,
+        "an environment with one seat": count_seats(config) == 1,
+        "LoRA (lora_rank above 0)": config.model.lora_rank > 0,
+        f"sampling.sampler={config.sampling.sampler} (use embedded)": config.sampling.sampler != "embedded",
+        "placement.strategy=fsdp": config.placement.strategy == "fsdp",  # samples from a copy
+        "placement.cluster": bool(config.placement.cluster),
+        "lag above 0": config.lag > 0,  # the earlier policies would be older than their recorded step
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"past_opponents makes earlier policies play, but {why}. Change this, or remove past_opponents.")
+        raise UserError(f"past_opponents does not work with {why}; change this, or remove past_opponents.")
 
 
 def _check_replay(config: OnlineConfig, algorithm: PolicyGradient | OnlinePreference) -> None:
     reasons = {
-        f"{algorithm.name} trains on pairs": isinstance(algorithm, OnlinePreference),
-        "completions of episodes and agents are not sampled in one piece": config.plays,
-        f"sampling.sampler is {config.sampling.sampler!r}, which records no experts": config.sampling.sampler != "embedded",
-        "placement.strategy=fsdp samples from a copy": config.placement.strategy == "fsdp",
-        "placement.cluster samples elsewhere": bool(config.placement.cluster),
+        f"{algorithm.name}, which trains on pairs": isinstance(algorithm, OnlinePreference),
+        "environments, tools or agents": config.plays,  # their completions are not sampled in one piece
+        f"sampling.sampler={config.sampling.sampler}": config.sampling.sampler != "embedded",  # records no experts
+        "placement.strategy=fsdp": config.placement.strategy == "fsdp",  # samples from a copy
+        "placement.cluster": bool(config.placement.cluster),
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
-        raise UserError(f"router_replay needs the experts that the embedded sampler records, but {why}; remove router_replay.")
+        raise UserError(f"router_replay does not work with {why}; remove router_replay.")
 
 
 def record_experts(config: OnlineConfig, model: LanguageModel, sampler: Sampler) -> Sampler:
@@ -225,7 +225,7 @@ def check_teacher(reference: object, config: OnlineConfig, algorithm: PolicyGrad
         if spans and reference is not None:
             raise UserError(
                 "algorithm.kl.estimator is span, which is for a reference with another tokenizer, but this reference has the "
-                "model's tokenizer; set algorithm.kl.estimator to exact, or to k1+, which compares single tokens."
+                "model's tokenizer; set algorithm.kl.estimator to exact or k1+."
             )
         return
     if isinstance(algorithm, OnlinePreference) or config.plays or config.evaluation.eval_kl:

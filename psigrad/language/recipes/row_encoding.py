@@ -62,7 +62,7 @@ class Encoder(Generic[R]):
     """A function that gets a batch of rows before `encode` gets each of them, for work that is faster on many rows at once."""
 
     def __call__(self, rows: Sequence[R]) -> tuple[list[Any], list[BadRow], Counter[str]]:
-        """Return (the encoded rows, the rows that cannot be encoded, the filter's counts)."""
+        """Return (the encoded rows, the rows that cannot be encoded, the filter's counts summed over the rows)."""
         found, refused, counts = [], list[BadRow](), Counter[str]()
         with cache_specials(self.tokenizer):
             if self.encode_batch is not None:
@@ -82,7 +82,7 @@ class Encoder(Generic[R]):
 
 
 def encode_rows(rows: Sequence[R], encoder: Encoder[R], data: Data, log: Log | None = None) -> tuple[Sequence[Any], Counter[str]]:
-    """Return (the encoded rows, the filter's counts).
+    """Return (the encoded rows, the filter's counts summed over the rows).
 
     A row that cannot be encoded raises `UserError` or, with `bad_rows: skip`, is dropped.
     """
@@ -118,7 +118,7 @@ def _batches(rows: Sequence[Any], encoder: Encoder[Any], processes: int) -> Iter
             yield from pool.map(_encode_span, spans)
     except BrokenProcessPool:
         raise UserError(
-            f"One of the {count} encoding processes ended, perhaps out of memory; lower num_proc, or set it to 1 to start none."
+            f"One of the {count} encoding processes ended, perhaps out of memory; set num_proc below {count}."
         ) from None
 
 

@@ -226,7 +226,7 @@ def _load_model(path: str, name: str, config: Scored, tokenizer: PreTrainedToken
 
 
 def _resolve(given: Reward, tokens: int) -> RewardSpec:
-    """Resolve a reward. `tokens` is the default max_completion_length of a reward for length."""
+    """Resolve a reward. `tokens` is the default max_completion_length of the rewards "length" and "soft_overlong"."""
     asked: Any = {"reward": given} if isinstance(given, str) else given
     name = asked.get("reward") if isinstance(asked, Mapping) else None
     if name not in ("length", "soft_overlong"):
