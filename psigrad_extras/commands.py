@@ -70,10 +70,7 @@ def compare(arguments: list[str]) -> int:
     """Train with several methods and draw the comparison."""
     methods, given, rest = flags.parse_lists(arguments, "--seeds", "--pairs")
     usage = "compare METHOD ... --model PATH --dataset DATASET [--seeds 0 1 2] [--pairs FILE]"
-    about = (
-        "Compare methods over several seeds. All start from the same model and get the same number of samples. Preference "
-        "methods train on the pairs in the file given by --pairs."
-    )
+    about = "Compare methods, from the same model and with the same number of samples. --pairs: pairs for preference methods."
     config = flags.parse(OnlineConfig, usage, rest, {"algorithm": methods[0]} if methods else {}, about)
     from psigrad.records.report import terminal
     from psigrad_extras.investigate import compare as compare_page
