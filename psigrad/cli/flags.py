@@ -310,6 +310,6 @@ def _add_flags(parser: _Parser, cls: type[Any], command: str, defaults: Mapping[
 def _choices(hint: Any, default: Any, on_gpu: Any) -> str:
     """Return the end of a setting's help text: its defaults, and its permitted values if they are a fixed list of words."""
     words = [str(word) for word in get_args(hint) if word] if get_origin(hint) is Literal else []
-    usual = f"default {default}" if on_gpu is None else f"default {default}, on a GPU {on_gpu}"
+    usual = f"default {default}" if on_gpu is None else f"default {default}; on a GPU: {on_gpu}"
     parts = [", ".join(words)] * (len(words) > 1) + [usual] * (default not in ("", (), None))
     return f" ({'; '.join(parts)})" if parts else ""

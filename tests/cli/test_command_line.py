@@ -133,7 +133,7 @@ def test_help_lists_the_words_that_a_setting_may_be(capsys):
     with pytest.raises(SystemExit):
         cli.main(["grpo", "--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
-    usual = "(float32, bfloat16; default float32, on a GPU bfloat16)"
+    usual = "(float32, bfloat16; default float32; on a GPU: bfloat16)"
     for text in (usual, "Completions per prompt (the group size G). (default 8)"):
         assert text in shown
 

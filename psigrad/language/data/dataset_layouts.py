@@ -155,8 +155,9 @@ def _alpaca(row: dict[str, Any], form: str, source: str) -> str:
 
 
 def _split_messages(row: dict[str, Any], form: str, source: str) -> str:
-    """Split the row's `messages` into its prompt and last answer, unless rows of the type `form` have messages. Return a note
-    for the log, or "".
+    """Split the row's `messages` into its prompt and last answer. Return a note for the log, or "" if nothing is split.
+
+    Do nothing if the dataset type `form` itself has a column `messages`.
     """
     said = row.get("messages")
     if form in ("sft", "messages", "stepwise") or not isinstance(said, list) or not said or row.get("prompt") is not None:

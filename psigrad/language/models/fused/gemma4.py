@@ -134,9 +134,9 @@ class Gemma4Layer(Layer):
         return drow, dothers
 
     def _qkv(self, row: Tensor, others: Sequence[Tensor], how: PassArguments) -> tuple[Tensor, Tensor]:
-        """Return ([q|k|v] with normalised values, rotated queries and keys). `row` is [q|k|v], or [q|k] if keys are the values.
+        """Return two tensors: [q|k|v] with normalised values, and the rotated queries and keys.
 
-        `others` are the weights of the query and key norms.
+        `row` is [q|k|v], or [q|k] if keys are the values. `others` are the weights of the query and key norms.
         """
         angles, end = how.angles[self.order], self.queries + self.values
         if self.source is None:

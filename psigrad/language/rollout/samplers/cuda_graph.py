@@ -77,7 +77,7 @@ class CudaGraphDecoding:
         self.logprobs = torch.zeros(TOKENS_AT_ONCE, 2, slots, device=device)
 
     def fits(self, room: Room) -> bool:
-        """Return True if `wanted` covers `room` and the weights have kept their addresses. If not, a new object is needed."""
+        """Return True if this cache is large enough for `room` and the weights have kept their addresses. Else make a new one."""
         return self.wanted.covers(room) and self.weights == weight_addresses(self.model)
 
     def begin(self, params: SamplingParams) -> None:
