@@ -213,7 +213,7 @@ def test_a_teacher_with_another_tokenizer_teaches_by_pieces_of_text(job, foreign
 
 
 def test_settings_that_do_not_fit_are_refused(job, foreign, tmp_path):
-    with pytest.raises(UserError, match=r"estimator is span.+has the model's tokenizer; set .* to exact, or to k1\+"):
+    with pytest.raises(UserError, match=r"estimator is span.+has the model's tokenizer; set .* to exact or k1\+"):
         distil(job, tmp_path / "same", 1, reference=str(job / "base"), algorithm=BY_TEXT)
     with pytest.raises(UserError, match=r"reference_model and reference_top_k are for a reference server, but reference is"):
         distil(job, tmp_path / "here", 1, reference=str(job / "base"), reference_model="x", reference_top_k=3)
