@@ -121,7 +121,7 @@ def parse_plain(usage: str, arguments: Sequence[str], defaults: Mapping[str, Any
         many: dict[str, Any] = {"nargs": "+", "action": "extend"} if isinstance(value, tuple) else {"default": value}
         shown = _NUMBERS.get(type(value), flag.rpartition("-")[2].upper())
         kind = functools.partial(_number_of, type(value)) if type(value) in _NUMBERS else str
-        text = f"{texts.get(flag, '')} (default {value})" if value else texts.get(flag)
+        text = (texts.get(flag, "") + f" (default {value})" * bool(value)).replace("%", "%%")
         parser.add_argument(flag, type=kind, metavar=shown, help=text, **many)
     known, rest = parser.parse_known_intermixed_args(join_columns(arguments))
     _refuse(rest, parser, "a value of one")
