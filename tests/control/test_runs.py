@@ -18,6 +18,7 @@ from resuming import digest, dying_at
 from tiny_jobs import forked
 
 from psigrad import cli
+from psigrad.config.fields import help_of
 from psigrad.control import (
     DQN,
     PPO,
@@ -30,6 +31,7 @@ from psigrad.control import (
     run,
 )
 from psigrad.control.environments.collector import Collector
+from psigrad.control.settings import ControlConfig
 from psigrad.errors import UserError
 from psigrad.objective import catalog
 from psigrad.records import run_folder
@@ -154,6 +156,11 @@ def test_a_mistake_is_a_sentence(arguments, said, tmp_path, capsys):
     assert cli.main(["control", *arguments, "--output-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("psigrad: ") and said in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_the_help_of_algorithm_names_every_one():
+    named, _, _ = help_of(ControlConfig, "algorithm").partition(". Or {preset")
+    assert sorted(named.replace(" or ", ", ").split(", ")) == sorted(builder.names())
 
 
 def test_an_agent_learns_predicts_saves_and_loads(tmp_path):
